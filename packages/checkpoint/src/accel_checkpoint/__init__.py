@@ -1,4 +1,4 @@
-"""The neutral checkpoint: state that knows no strategy, saved by any number of ranks and loaded by any other.
+"""The neutral checkpoint: state of no strategy, saved by any number of ranks, loaded by any other.
 
 The names here are the door: strategies and tests import them, and no inner module. Inside, read in
 this order:
@@ -12,7 +12,7 @@ this order:
     saving, background  the order of a save; one that is written behind
     reading, loading    what is compared before a load, and the order in which it restores
     inspection/         `accel checkpoint`, `python -m accel_core checkpoint`
-    importing/          `accel checkpoint import`: what other libraries saved, as importers describe it
+    importing/          `accel checkpoint import`: checkpoints of other libraries, by importers
     weights/            apart from all this: a model's weights as plain files
 """
 

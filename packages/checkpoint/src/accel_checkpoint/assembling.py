@@ -1,4 +1,4 @@
-"""Whole tensors out of what the ranks have: one after another, and of each no more at once than has to be."""
+"""Puts whole tensors together from parts on the ranks: one after another, and in portions."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _NEXT = "for what the main process reads next"
 
 
 class Weights(Mapping[str, Any]):
-    """The state of a model, of which a value is only put together, on every rank, when it is read.
+    """The state of a model, whose values are put together on every rank, each when it is read.
 
-    Unless all is `replicated`, reading is a collective: every rank reads the same names in the same order.
+    Unless all is `replicated`, reading is a collective: ranks read the same names in one order.
     """
 
     def __init__(self, state: State, world: World, *, replicated: bool) -> None:
@@ -49,9 +49,9 @@ class Weights(Mapping[str, Any]):
 
 
 class WeightGather:
-    """The state of a model, of which the main process reads one value after another, and the others send what they have.
+    """The state of a model, which the main process reads value by value; others send their parts.
 
-    Making one, of what begins with `prefix`, is a collective; CheckpointError is raised on every rank if
+    Making one, of names with `prefix`, is a collective; CheckpointError is raised on every rank if
     ranks present different names, shapes or dtypes. Then all call `together`.
     """
 
@@ -74,9 +74,9 @@ class WeightGather:
         return {name: found[id(entry)] for name, entry in self._entries.items()}
 
     def together(self, call: str, work: Callable[[], T]) -> T | None:
-        """Lets the main process call `work`, which reads by `gathering[name]`, and returns its result there. A collective.
+        """Calls `work` on the main process to read `gathering[name]`; its result there. Collective.
 
-        `call` is what the user called, in messages. What `work` raised, or made a rank fail to bring its
+        `call` is what the user called, in messages. What `work` raised, or a rank that brings its
         part, is raised on every rank.
         """
         if self._world.size == 1:
@@ -88,7 +88,7 @@ class WeightGather:
         return None
 
     def __getitem__(self, name: str) -> Any:
-        """A value, on the main process and within `together`: live where it is whole here, else new, in CPU memory."""
+        """A value on the main process, in `together`: live if whole here, else new CPU memory."""
         entry = self._entries[name]
         if _is_here(entry):
             return _own(entry)
@@ -131,13 +131,13 @@ class WeightGather:
             raise located(reason, 0)
 
     def _next(self, name: str | None, reason: Exception | None) -> tuple[str | None, Exception | None]:
-        """The name that the main process reads next; None at the end, with the error if it failed. A collective."""
+        """The next name that the main process reads; None at the end, with an error. Collective."""
         # Between these blocks the main process is in no collective: what is amiss elsewhere lets it write to the end.
         with self._world.collective(self._call):
             return exchange(self._world, _NEXT, (name, reason))[0]
 
     def _bring(self, name: str) -> torch.Tensor | None:
-        """Puts a tensor together on the main process. A collective, in which ranks that have nothing of it do not wait."""
+        """Puts a tensor together on the main process. A collective; only ranks with parts wait."""
         entry = self._entries[name]
         assert isinstance(entry, Elementwise), "everything else is where it is read"
         kept: list[torch.Tensor] = []
@@ -157,9 +157,9 @@ class WeightGather:
 
 
 def gather_entry(name: str, entry: Entry, world: World) -> Any:
-    """The value of an entry: live memory where every rank has all of it, else put together on every rank.
+    """The value of an entry: live memory if every rank has all of it, else put together on each.
 
-    A collective for an `Elementwise` entry; CollectiveMismatchError on every rank where another reads something else.
+    A collective for an `Elementwise` entry; CollectiveMismatchError on each rank if names differ.
     """
     assert not isinstance(entry, Alias), "the entry that it stands for is asked for"
     if not isinstance(entry, Elementwise):
@@ -207,7 +207,7 @@ def _sketch(entry: Entry) -> Any:
 
 
 def _check_alike(entries: Mapping[str, Entry], world: World) -> None:
-    """Raises CheckpointError on every rank, if ranks present different names, shapes or dtypes. A collective."""
+    """Raises CheckpointError on every rank if names, shapes or dtypes differ. A collective."""
     lines = [f"{name}: {_words(entry)}" for name, entry in entries.items()]
     digest = hashlib.blake2b("\n".join(lines).encode()).hexdigest()
     if len({*exchange(world, "for weights to be put together", digest)}) == 1:
@@ -288,7 +288,7 @@ def _passed(way: Callable[..., Any], content: torch.Tensor, peer: int, world: Wo
 
 
 def _portions(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Views of at most `BUFFER` bytes that together are the tensor, which is not empty; they follow from shape and dtype."""
+    """Views of at most `BUFFER` bytes that cover a non-empty tensor; shape and dtype decide."""
     limit = max(1, BUFFER // tensor.element_size())
     sizes = tuple(tensor.shape)
     if math.prod(sizes) <= limit:
@@ -301,7 +301,7 @@ def _portions(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _travelling(portion: torch.Tensor, world: World, *, filled: bool = False) -> torch.Tensor:
-    """The bytes of a portion, since backends do not know every dtype: its own memory if the group can send that, else a buffer."""
+    """The bytes of a portion, for any dtype: its own memory if the group can send it; or a copy."""
     device = world.channel().device
     if portion.is_conj() or portion.is_neg() or not portion.is_contiguous() or portion.device != device:
         empty = torch.empty(portion.shape, dtype=portion.dtype, device=device)

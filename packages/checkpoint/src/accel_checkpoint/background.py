@@ -1,8 +1,8 @@
-"""Saving while training goes on: copies are taken, a thread writes them, and failures surface at the next save or wait.
+"""Saving during training: a thread writes copies; its errors are raised at the next save or wait.
 
-*Eager*: everything is copied before `save_state` returns. *Lazy*: what only an optimizer's step changes is copied by the
-thread, and the next step waits for that. What somebody else changes meanwhile makes the save fail, by the tensor's version;
-writes through `tensor.data` have none. The ranks tell each other what they wrote by small files: a thread has no collectives.
+*Eager*: all is copied before `save_state` returns. *Lazy*: the thread copies what only a step
+changes; the next step waits for it. A change by others fails the save, by the tensor's version
+(writes to `tensor.data` have none). Ranks report by small files: a thread has no collectives.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Publication:
     published: Callable[[], None]
 
     def publish(self, written: Sequence[Written]) -> None:
-        """Makes it the checkpoint of its folder, from what the members have written, in the order of their ranks."""
+        """Makes it its folder's checkpoint, from what the members have written, by rank."""
         index = index_of(self.portraits, written)
         record = index.write(self.draft.data)
         sizes = {name: stored.nbytes for name, stored in index.files.items()}
@@ -76,13 +76,13 @@ class Job(NamedTuple):
 
 
 class Staging:
-    """Memory for copies, kept from one save to the next: touching it for the first time costs more than copying."""
+    """Memory for copies, kept between saves: its first use costs more time than copying."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def room(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """A place in CPU memory for each tensor, with its shape and dtype; valid until the next call."""
+        """A place in CPU memory for each tensor, of its shape and dtype, until the next call."""
         starts, end = {}, 0
         for key, tensor in tensors.items():
             starts[key] = end
@@ -106,7 +106,7 @@ class Background:
     def start(self, work: Work, data: Path, publisher: Publication | None, members: Sequence[int], mode: Mode) -> None:
         """Copies what `mode` says, and begins to write; the last save has ended. No collective.
 
-        `publisher` publishes once all `members`, the ranks that write into this folder, have written; None:
+        `publisher` publishes when all `members`, which write into this folder, have written; None:
         another rank does. CheckpointError is raised for what is no plain tensor.
         """
         assert self._save is None, "wait() was called"
@@ -115,7 +115,7 @@ class Background:
         self._save = save
 
     def start_alone(self, prepare: Callable[[], Job], draft: Draft) -> None:
-        """Lets the thread do all the rest of a lazy save, in a world of one: `prepare`, which finds out what is written, too."""
+        """Starts a lazy save of a world of one: the thread does all; `prepare` finds the work."""
         assert self._save is None, "wait() was called"
         save = _Save(draft.data, (0, (0,)))
         save.begin_alone(prepare, self._staging, draft)
@@ -128,7 +128,7 @@ class Background:
         return None if save is None or save.copied.is_set() else save.wait_for_copies
 
     def wait(self) -> None:
-        """Returns when the last save is published on every rank, or raises what made it fail on any. A collective, if one was begun."""
+        """Returns when the last save is published everywhere, or raises; collective if begun."""
         save = self._save
         if save is None:
             return
@@ -152,7 +152,7 @@ class Background:
 class _Save:
     """One save: a thread, its outcome, and whether anybody has heard of that.
 
-    `place` is this rank, and those that write into `data`; where others `waits` for write into other
+    `place` is this rank and those that write into `data`; if others `waits` for write into other
     folders, what is replaced stays until all are published.
     """
 
@@ -232,7 +232,7 @@ class _Save:
             publisher.finish()
 
     def abandon(self) -> None:
-        """Waits for the thread, which waits for nobody any more. Whoever calls this tells the user why."""
+        """Waits for the thread, which waits for no other rank. The caller tells the user why."""
         assert self._thread is not None, "it was begun"
         self._abandoned = True
         self._thread.join()
@@ -357,7 +357,7 @@ class _Save:
 
 
 class _Patience:
-    """The wait of an ending process for other ranks: while they write into `folder`, and a little longer."""
+    """The wait of an ending process for other ranks: while they write, and `ORPHANED` seconds."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -1,4 +1,4 @@
-"""The checkpoints of one Accelerator: where they go, how many are kept, and the save that is under way."""
+"""The checkpoints of one Accelerator: their places, how many are kept, and the current save."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Checkpoints:
             self._project.iteration = self._next_number(record)
 
     def _tracking(self) -> Sequence[Any]:
-        """The tracking state by rank: of the main process, unless every rank records. Then it is a collective."""
+        """The tracking state by rank: the main process's, or a collective if every rank records."""
         if self._run.recorder is None:
             return self._recorded
         if not self._run.recorder.on_every_rank:
@@ -103,7 +103,7 @@ class Checkpoints:
         return everywhere(self._run.world, "for trackers to say what they record", self._run.recorder.state)
 
     def wait(self) -> None:
-        """Returns when the save that is under way is published; raises what made it fail. A collective, if one is."""
+        """Returns when the save under way is published, or raises its error; then collective."""
         self._run.prepared.await_copies()
         self._background.wait()
 

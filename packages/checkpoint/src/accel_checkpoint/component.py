@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class NeutralCheckpoints:
-    """Saves what a run consists of under names that know no strategy. See `accel_core.api.checkpoint.CheckpointComponent`."""
+    """Saves a run under names of no strategy (`accel_core.api.checkpoint.CheckpointComponent`)."""
 
     capture_model = staticmethod(capture_model)
     export_weights = staticmethod(export_weights)

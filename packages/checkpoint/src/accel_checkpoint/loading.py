@@ -2,9 +2,9 @@
 
 open       every rank reads manifest and index, and verifies them
 hooks      the user's own files are read, and models may be left to them
-compare    every rank lists what does not fit; if any rank has a line, all raise, and nothing was changed
+compare    every rank lists misfits; if any has a line, all raise, and nothing was changed
 positions  of the loaders, which may refuse them
-models, optimizers     read from the disk into the memory that training uses, verified block by block
+models, optimizers     from disk into the memory that training uses, verified by blocks
 objects    schedulers, what the user registered, the window of accumulation; the random streams last
 """
 
@@ -57,7 +57,7 @@ _RESUMED = int.from_bytes(b"rng", "big")
 def load(run: Run, folder: Path, hooks: Sequence[LoadHook]) -> dict[str, Any]:
     """Restores all of a run, and returns the record of the checkpoint. A collective.
 
-    CheckpointError is raised on every rank if it is no checkpoint, is damaged, or does not fit; OSError if a rank cannot read.
+    CheckpointError is raised on every rank if none, damaged or a misfit; OSError if unreadable.
     """
     world = run.world
     checkpoint = on_each_rank(world, "to have opened the checkpoint", lambda: Checkpoint(folder, world.device))
@@ -102,7 +102,7 @@ def _raise_misfits(folder: Path, by_rank: Sequence[Sequence[str]]) -> None:
 
 
 def _run_hooks(run: Run, folder: Path, hooks: Sequence[LoadHook]) -> list[int]:
-    """Lets the user's hooks read, and says which models they have taken, which is the same on all ranks. A collective."""
+    """Lets the user's hooks read; returns the models they took, alike on all ranks. Collective."""
     taken = everywhere(run.world, "for the hooks to have loaded", lambda: _call_hooks(run, folder, hooks))
     if any(each != taken[0] for each in taken):
         raise CheckpointError(
@@ -140,7 +140,7 @@ class _Restoring:
         self._objects: dict[str, Any] = {}
 
     def misfits(self) -> list[str]:
-        """The mismatches between run and checkpoint, a line each. Changes nothing. Raises for what no save leaves."""
+        """Lines on mismatches of run and checkpoint. Changes nothing; raises if that is invalid."""
         try:
             lines = list(self._misfits())
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
@@ -347,7 +347,7 @@ class _Restoring:
             self._give(f"{LOADER}.{number}", loader)
 
     def _give(self, unit: str, each: Any) -> None:
-        """Restores the state of an object, unless the checkpoint is an imported one and has none of its kind."""
+        """Restores an object's state, unless an imported checkpoint has none of its kind."""
         if unit.partition(".")[0] in self._checkpoint.absent:
             return
         try:

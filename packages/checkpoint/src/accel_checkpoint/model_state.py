@@ -16,7 +16,7 @@ _EXTRA_STATE = "_extra_state"
 
 
 def capture_model(model: nn.Module, sharding: Sharding | None = None) -> dict[str, Entry]:
-    """The live entries of an unwrapped model: parameters as the sharding says (None: whole), buffers as those of the lowest rank.
+    """Live entries of an unwrapped model: parameters as sharded (None: whole), lowest-rank buffers.
 
     Names of one tensor are tied: the first has it, the others are aliases. What `state_dict` makes
     rather than holds (the `get_extra_state` of a module, tensors that a hook of the user's adds)
@@ -48,7 +48,7 @@ def elementwise_entry(tensor: torch.Tensor, sharding: Sharding) -> Elementwise:
 
 
 def _is_opaque(value: torch.Tensor, sharding: Sharding) -> bool:
-    """Whether a tensor is a wrapper of others (quantised weights, say) that the sharding does not look through."""
+    """Whether a tensor wraps others (say, quantised weights), also in its part by the sharding."""
     return hasattr(value, "__tensor_flatten__") and hasattr(sharding.local(value), "__tensor_flatten__")
 
 

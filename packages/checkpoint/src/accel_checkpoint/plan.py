@@ -24,7 +24,7 @@ _SHOWN = 8  # the most names, ranks or boxes that a message lists
 
 @dataclass(frozen=True)
 class Claim:
-    """The part of one name that one rank presents, without the data. What is opaque has no shape, dtype or bytes."""
+    """One rank's part of a name, without data. Opaque parts have no shape, dtype or bytes."""
 
     kind: Kind
     shape: tuple[int, ...] = ()
@@ -54,7 +54,7 @@ Description = Mapping[str, Claim]  # the names and claims that one rank presents
 
 @dataclass(frozen=True)
 class Task:
-    """Something that one rank writes: a box of an elementwise tensor, or (None) all that it presents."""
+    """A write of one rank: a box of an elementwise tensor, or (None) all that it presents."""
 
     name: str
     box: Box | None
@@ -75,9 +75,9 @@ _Claims = Mapping[int, Claim]  # the claims of the ranks for one name
 def plan(descriptions: Sequence[Description], members: Sequence[int] | None = None) -> list[list[Task]]:
     """Assigns tasks to ranks: everything is written once, with about equal bytes for each rank.
 
-    Takes one description per rank, and the ranks that write (None: all), which together have to present
-    everything. CheckpointError is raised if ranks differ about a name, or if what the members present of
-    it is not everything, or not once.
+    Takes one description per rank, and the writing ranks (None: all), which together present
+    everything. CheckpointError is raised if ranks differ about a name, or if the members present
+    something not at all, or twice.
     """
     ranks = range(len(descriptions)) if members is None else sorted(set(members))
     presented: dict[str, dict[int, Claim]] = {}
@@ -158,7 +158,7 @@ def _owners(items: Sequence[_Item], world_size: int) -> list[int]:
 
 
 def _check_all(presented: Mapping[str, _Claims], world_size: int, members: Sequence[int] | None) -> None:
-    """Raises CheckpointError if something is not presented as it should be, by all ranks or by the members."""
+    """Raises CheckpointError if something is not presented correctly by all ranks or members."""
     _check(
         presented,
         range(world_size),
@@ -244,7 +244,7 @@ class StoredBox:
 
 @dataclass(frozen=True)
 class Copy:
-    """A region to be read: `source` in the data of `stored.box` goes to `target` in the data of the box that is wanted."""
+    """A region to read: `source` in the data of `stored.box` goes to `target` in the wanted box."""
 
     stored: StoredBox
     source: Box
@@ -265,7 +265,7 @@ class StoredBoxes:
         self._longest = max((self._extent(each.box)[1] for each in stored), default=0)
 
     def copies(self, wanted: Box) -> list[Copy]:
-        """The copies that read a box of the tensor; CheckpointError unless the checkpoint has each of its elements exactly once."""
+        """The copies for a box of the tensor; CheckpointError unless each element is there once."""
         if wanted.is_empty:
             return []
         if self._dims - {len(wanted.sizes)}:

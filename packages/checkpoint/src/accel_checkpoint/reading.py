@@ -1,4 +1,4 @@
-"""A checkpoint that is open for reading: entries are filled in place, objects are decoded, everything is verified."""
+"""A checkpoint open for reading: fills entries in place, decodes objects, verifies everything."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _MAY_LACK = {SCHEDULER, LOADER, OBJECT, RANDOM, *COMPONENTS}  # of an imported c
 
 
 class Checkpoint:
-    """A complete checkpoint. A context manager: it holds files open. `device` is that whose random stream is restored."""
+    """A complete checkpoint, a context manager with open files; `device` has the random stream."""
 
     def __init__(self, folder: Path, device: torch.device | None = None) -> None:
         self.folder = folder
@@ -64,11 +64,11 @@ class Checkpoint:
 
     @property
     def absent(self) -> frozenset[str]:
-        """The kinds of units that it does not have because it was imported: a load leaves them as they are."""
+        """The kinds of units that an imported checkpoint lacks: a load leaves them as they are."""
         return absent_of(self.manifest.record) & _MAY_LACK
 
     def _check(self) -> None:
-        """Raises `CheckpointError` if there is not all that every save leaves, and that a load would pass over."""
+        """Raises `CheckpointError` if something is missing that saves leave and loads ignore."""
         needed = set(_ALWAYS - self.absent)
         for kind in (OPTIMIZER, SCHEDULER, LOADER, OBJECT):
             needed |= {f"{kind}.{number}" for number in range(len(self.units(kind)))}
@@ -92,7 +92,7 @@ class Checkpoint:
         return [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
 
     def units(self, kind: str) -> list[str]:
-        """The units of a kind that have tensors or objects, without what belongs to another unit: "model.0", "model.1"."""
+        """The units of a kind with tensors or objects, without others' parts: "model.0", ..."""
         every = {name.partition("/")[0] for name in self.index.tensors} | self.index.objects.keys()
         own = {unit for unit in every if unit.partition(".")[0] == kind and unit.rpartition(".")[2] != VALUES}
         return sorted(own, key=lambda unit: (len(unit), unit))
@@ -102,7 +102,7 @@ class Checkpoint:
         return {unit for unit in self.index.objects if unit.partition(".")[0] in COMPONENTS}
 
     def jobs(self, name: str, entry: Entry, rank: int, ranks: int) -> Iterator[Job]:
-        """Jobs that fill the tensors of an entry. A term is this rank's own if as many ranks as here saved them, else the mean."""
+        """Jobs that fill an entry. A term is the rank's own if equally many saved, else a mean."""
         if isinstance(entry, Elementwise):
             yield from self._boxes(name, entry)
         elif isinstance(entry, Partial):
@@ -111,7 +111,7 @@ class Checkpoint:
             yield from self._boxes(name, Elementwise.whole(entry.data))  # a buffer here may be a parameter there
 
     def opaque(self, name: str, part: str) -> Any:
-        """The value of a part of an opaque entry. Raises `CheckpointError` if the checkpoint has no such part."""
+        """The value of a part of an opaque entry. Raises `CheckpointError` if there is none."""
         parts: list[Mapping[str, Any]] = self.index.tensors[name]["parts"]
         for each in parts:
             if each["part"] == part:
@@ -122,7 +122,7 @@ class Checkpoint:
         )
 
     def object(self, unit: str, rank: int, ranks: int) -> Any:
-        """The object of a unit as it was on a rank, for a world of `ranks`; raises if that cannot be told."""
+        """The object of a unit as on a rank, in a world of `ranks`; raises if that is unknown."""
         entries = self.index.objects[unit]
         if entries[0]["ranks"] == "all":
             return self._decoded(entries[0], unit)
@@ -157,7 +157,7 @@ class Checkpoint:
         return found
 
     def verify_objects(self, share: int, shares: int) -> None:
-        """Reads those objects of which the first rank is in a share of the ranks that saved: a load may have no use for them."""
+        """Reads the objects whose first saving rank is in a share: a load may not use them."""
         for entries in self.index.objects.values():
             for entry in entries:
                 first = 0 if entry["ranks"] == "all" else entry["ranks"][0]
@@ -192,7 +192,7 @@ class Checkpoint:
 
 
 class SavedState:
-    """An optimizer in an open checkpoint, as a `SavedOptimizer`. `pending` fills the tensors that `read` was given."""
+    """An optimizer of an open checkpoint, a `SavedOptimizer`; `pending` fills tensors of `read`."""
 
     def __init__(self, checkpoint: Checkpoint, unit: str, rank: int, ranks: int) -> None:
         self._checkpoint = checkpoint

@@ -22,7 +22,7 @@ IMPORTED = "imported"
 
 
 def absent_of(record: Mapping[str, Any]) -> frozenset[str]:
-    """The kinds of units that a checkpoint does not have because the library that wrote it saves none."""
+    """The kinds of units that a checkpoint lacks because its library saves none."""
     return frozenset(record.get(IMPORTED, {}).get("absent", ()))
 
 
@@ -51,7 +51,7 @@ def _position(loader: Any) -> dict[str, int | None] | None:
 
 
 def warn_of_absent(record: Mapping[str, Any], units: Sequence[str]) -> None:
-    """Warns of what, of these units of the run, a load leaves as it is, because an imported checkpoint does not have it."""
+    """Warns of the units of the run that a load leaves alone: an imported checkpoint lacks them."""
     absent = absent_of(record)
     if absent:
         left = [unit for unit in units if unit.partition(".")[0] in absent]
@@ -64,7 +64,7 @@ def warn_of_absent(record: Mapping[str, Any], units: Sequence[str]) -> None:
 
 
 def warn_of_batches(record: Mapping[str, Any], prepared: Prepared, accumulation: Accumulation) -> None:
-    """Warns if a step of the optimizer is about to use more samples, or fewer, than in the run that was saved."""
+    """Warns if an optimizer's step will use more or fewer samples than in the saved run."""
     steps = record.get("window", {}).get("steps", 1)
     for number, (loader, saved) in enumerate(zip(prepared.loaders, record.get("positions", ()), strict=False)):
         own, other = getattr(loader, "total_batch_size", None), (saved or {}).get("global_batch")

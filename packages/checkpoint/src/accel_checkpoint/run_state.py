@@ -1,9 +1,9 @@
 """The state of a run: all that `prepare` was given, and all else that the next step depends on.
 
 model.<i>/<name>             entries of the i-th prepared model
-optimizer.<i>/<parameter>/<key>      entries of the i-th optimizer; the object optimizer.<i> has its groups
+optimizer.<i>/<parameter>/<key>      entries of the i-th optimizer; optimizer.<i> has its groups
 gradient/<parameter>         of a window of accumulation that is open
-scheduler.<i>, loader.<i>, object.<i>    what their state_dict() gave; object: in the order of register_for_checkpointing
+scheduler.<i>, loader.<i>, object.<i>    their state_dict(); object: in order of registration
 precision, strategy, plugin.<i>      of components that have a state
 accumulation                 where the window stands
 random                       the random streams of each rank
@@ -35,7 +35,7 @@ VALUES = "values"  # of an optimizer: what is no tensor in the state of its para
 
 @dataclass
 class Content:
-    """The state that one rank has for a checkpoint: entries by name, objects by unit, and versions of pieces when they were kept."""
+    """A rank's state for a checkpoint: entries by name, objects by unit, versions of pieces."""
 
     state: dict[str, Entry] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
@@ -51,7 +51,7 @@ def stateful(run: Run) -> dict[str, Any]:
 
 
 def collect(run: Run, leave_out: Sequence[int] = ()) -> Content:
-    """The content of this rank, but for the models that a hook of the user's saves. No collective."""
+    """The content of this rank, but for the models that a user's hook saves. No collective."""
     content = Content()
     # First, for what is asked for its state may draw: torchdata's loader begins its next epoch.
     content.objects[RANDOM] = capture_random_state(run.world.device)
@@ -72,7 +72,7 @@ def collect(run: Run, leave_out: Sequence[int] = ()) -> Content:
 
 
 def check_moment(run: Run) -> None:
-    """Raises `CheckpointError` where a loop that is resumed could not go on: in the middle of a micro-batch. No collective."""
+    """Raises `CheckpointError` where no resumed loop can go on: in a micro-batch. No collective."""
     accumulation = run.accumulation
     _check_together(run)
     if not accumulation.inside:
@@ -92,7 +92,7 @@ def check_moment(run: Run) -> None:
 
 
 def _check_together(run: Run) -> None:
-    """Raises while ranks train by themselves, and warns if they only did so before: optimizers know of it."""
+    """Raises while ranks train by themselves; warns if they did before, as optimizers show."""
     apart = run.prepared.apart
     if not run.prepared.drifted:
         return
@@ -127,7 +127,7 @@ def has_pending(run: Run) -> bool:
 
 
 def pending_gradients(run: Run) -> dict[str, Entry]:
-    """The gradients of a window that is open. A collective: a parameter may have a gradient on some ranks only."""
+    """The gradients of an open window. A collective: some ranks may have none for a parameter."""
     accumulation = run.accumulation
     named, found, in_parts = dict(named_parameters(run)), dict[str, torch.Tensor](), False
     names = {id(parameter): name for name, parameter in named.items()}
@@ -148,14 +148,14 @@ def pending_gradients(run: Run) -> dict[str, Entry]:
 
 
 def named_parameters(run: Run) -> Iterator[tuple[str, nn.Parameter]]:
-    """Every parameter that a backward may give a gradient, under the name that its gradient is saved by."""
+    """Each parameter that a backward may give a gradient, by the name of its saved gradient."""
     names = run.names()
     for position, parameter in enumerate(run.prepared.learned()):
         yield names.get(id(parameter), f"loose.{position}"), parameter
 
 
 def check_value(name: str, value: Any, device: torch.device | None) -> None:
-    """Raises for random streams, or a place in a window, that no save leaves: these are restored last. Other units pass."""
+    """Raises for random streams, or a place in a window, that no save leaves; others pass."""
     why = "" if name != ACCUMULATION or is_state(value) else "it is of another kind"
     if name == RANDOM:
         try:

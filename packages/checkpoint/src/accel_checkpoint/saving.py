@@ -2,11 +2,11 @@
 
 The order of things, each of which fails on all ranks or on none:
 
-    begin      the main process makes the data folder; a place that is taken is refused before anything is written
+    begin      the main process makes the data folder; a taken place is refused before any write
     hooks      the user's own files go into the folder, and models may be left to them
     portray    every rank says what it has; from that each knows who writes what
     write      every rank writes its file, or copies it to be written behind
-    publish    the main process writes index and manifest, and only then removes what was there before
+    publish    the main process writes index and manifest, and only then removes the old data
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class SaveRequest:
 
 
 def save(run: Run, request: SaveRequest, background: Background) -> None:
-    """Saves a checkpoint, or begins to; what cannot be saved or written raises on every rank. A collective."""
+    """Saves a checkpoint, or begins to; errors are raised on every rank. A collective."""
     if request.mode == "lazy" and run.world.size == 1 and not request.hooks:
         _save_lazily_alone(run, request, background)
         return
@@ -172,7 +172,7 @@ def _begin_here(draft: Draft) -> Draft:
 
 
 def _run_hooks(run: Run, request: SaveRequest) -> list[int]:
-    """Lets the user's hooks write, and says which models they have taken: those that they took on the main process."""
+    """Lets the user's hooks write; returns the models that they took on the main process."""
     numbers = range(len(run.models()))
     states = on_each_rank(run.world, "for hooks to be called", lambda: [run.model_state(number) for number in numbers])
     replicated = run.strategy.replicates_parameters
@@ -245,7 +245,7 @@ def _window(run: Run) -> tuple[int, bool]:
 
 
 def _check_units(portraits: Sequence[Portrait]) -> None:
-    """Raises for what was prepared or registered on some ranks only: no run could be given it back."""
+    """Raises for a unit prepared or registered on some ranks only: it could not be restored."""
     every = [set(portrait.digests) for portrait in portraits]
     partial = {unit: [rank for rank, units in enumerate(every) if unit in units] for unit in set().union(*every)}
     lines = [f"  {unit} on ranks {ranks}" for unit, ranks in sorted(partial.items()) if len(ranks) < len(every)]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Portrait(NamedTuple):
-    """The description of a rank's state for the other ranks; by the digests, what is the same on several is written once."""
+    """A rank's state for other ranks; by digests, what is the same on several is written once."""
 
     claims: Description
     aliases: Mapping[str, str]
@@ -33,7 +33,7 @@ class Portrait(NamedTuple):
 
 @dataclass
 class Written:
-    """The file (None: there was nothing), tensors and objects that a rank has written, as JSON, as the index has them."""
+    """The file (None: nothing), tensors and objects of a rank, as JSON, as the index has them."""
 
     file: StoredFile | None = None
     tensors: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
@@ -116,7 +116,7 @@ def encode_objects(content: Content) -> dict[str, Encoded]:
 
 
 def keep(content: Content, encoded: dict[str, Encoded]) -> None:
-    """Takes copies of all that is not sure to stay as it is until an optimizer steps, and notes the versions of the rest."""
+    """Copies all that may change before an optimizer steps, and notes the versions of the rest."""
     for name, entry in content.state.items():
         if isinstance(entry, (Replicated, Partial)):
             content.state[name] = replace(entry, data=_copied(entry.data))
@@ -152,7 +152,7 @@ def portray(content: Content, encoded: Mapping[str, Encoded]) -> Portrait:
 
 
 def firsts(portraits: Sequence[Portrait], members: Sequence[int]) -> dict[str, dict[int, list[int] | str]]:
-    """For each unit, which rank writes it for which ranks: the lowest of those on which it is the same, for all of them."""
+    """The rank that writes each unit, for which ranks: the lowest of those with equal units."""
     found: dict[str, dict[int, list[int] | str]] = {}
     units = dict.fromkeys(unit for rank in members for unit in portraits[rank].digests)
     for unit in units:

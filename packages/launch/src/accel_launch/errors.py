@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 
 class LaunchError(ValueError):
-    """The requested run cannot be started. The message says what was asked, what was found, and what to type next."""
+    """The requested run cannot be started: what was asked, what was found, what to type next."""
 
 
 class SettingsError(ValueError):
-    """Options are invalid: one does not exist, a value has another type, a file cannot be read. `problems` has every mistake."""
+    """Invalid options: unknown names, wrong types, unreadable files. `problems` has every one."""
 
     def __init__(self, problems: str | Sequence[str]) -> None:
         self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
@@ -18,6 +18,6 @@ class SettingsError(ValueError):
 
 
 class RankFailedError(RuntimeError):
-    """A rank failed. It is the cause of the exception that the rank raised, with its traceback there; raised itself if there is
-    none: the process was killed, or what it raised cannot be brought here.
+    """A rank failed: the cause of the exception that the rank raised, with its traceback there;
+    raised itself if there is none: the process was killed, or its exception cannot be brought here.
     """

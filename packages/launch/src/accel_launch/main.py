@@ -1,4 +1,4 @@
-"""`accel`: one program, whose commands are what installed distributions offer in the entry-point group `accel.commands`.
+"""`accel`: one program, with the commands of the entry-point group `accel.commands`.
 
 An entry point names a callable, `main(arguments: Sequence[str] | None = None) -> int | None`: it
 takes what stands behind the command's name, and returns the exit status, None for 0. The first line
@@ -28,7 +28,7 @@ _TOLD = (ValueError, OSError, PluginError, WorldError, CollectiveMismatchError, 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command with these arguments (None: those of this process), and returns the exit status."""
+    """Runs a command with these arguments (None: this process's); returns the exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     shows_traceback = given[:1] == ["--traceback"]
     try:
@@ -103,7 +103,7 @@ def _version() -> str:
 
 
 def _completion(given: Sequence[str]) -> str:
-    """A script for bash that completes the commands, and behind them files. Raises `ValueError` for other shells."""
+    """A bash script that completes commands, then files. Raises `ValueError` for other shells."""
     if list(given) != ["bash"]:
         raise ValueError(
             f"--completion {shlex.join(given)} was asked for, and there is one for bash: accel --completion bash. "

@@ -1,4 +1,4 @@
-"""The options of starting: how many processes, on which machines, and what becomes of their output and their failures.
+"""The options of starting: how many processes, on which machines, and their output and failures.
 
 Declared once, here: the command line, files, the environment and the questionnaire are derived from
 these fields.

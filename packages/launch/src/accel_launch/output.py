@@ -1,4 +1,4 @@
-"""The output of commands: colour and tables that fit the window on a terminal; whole plain lines elsewhere.
+"""The output of commands: colour and tables that fit a terminal; whole plain lines elsewhere.
 
 Plain means: no terminal, or `NO_COLOR` is set, or `TERM=dumb`. Then there is no control code, and
 nothing is cut or wrapped, so that output in files and pipes can be read by programs. Text is never
@@ -46,7 +46,7 @@ def console(stream: TextIO | None = None) -> Console:
 
 
 def say(text: str = "", style: str = "") -> None:
-    """Prints text to standard output, at once; on terminals in a `style`: `GOOD`, `BAD`, `DOUBTFUL`, or any of rich's."""
+    """Prints text to standard output at once; `style` (`GOOD`, or rich's) counts on terminals."""
     _print(text, style, sys.stdout)
 
 
@@ -56,7 +56,7 @@ def warn(text: str, style: str = "") -> None:
 
 
 def mark(style: str) -> str:
-    """✓, ✗ or !, for `GOOD`, `BAD` and `DOUBTFUL`; words where standard output cannot express them."""
+    """✓, ✗ or !, for `GOOD`, `BAD`, `DOUBTFUL`; words where standard output cannot show them."""
     symbol, word = _MARKS[style]
     try:
         symbol.encode(sys.stdout.encoding or "utf-8")

@@ -68,8 +68,8 @@ QUESTIONS: Mapping[str, Callable[[Answers], bool]] = {
 def ask(catalog: Catalog, path: Path) -> int:
     """Asks about a run, and writes the answers to a configuration file.
 
-    Returns 0 if it was written, 1 if the user decided against it, 130 after Ctrl-C. Raises `ValueError` if there is no terminal
-    that questions can be asked on, or if the file that is there is not valid.
+    Returns 0 if it was written, 1 if the user decided against it, 130 after Ctrl-C. Raises
+    `ValueError` without a terminal for questions, or if the existing file is not valid.
     """
     _check_terminal()
     before = _read(catalog, path)
@@ -95,7 +95,7 @@ def _check_terminal() -> None:
 
 
 def _read(catalog: Catalog, path: Path) -> Answers:
-    """The content of the file that is there. A mistake in it is an error before the first question."""
+    """The content of the existing file, checked: its mistakes are raised before any question."""
     if not path.exists():
         return {}
     file = read(path)
@@ -171,7 +171,7 @@ def _pick(catalog: Catalog, option: Option, current: Any) -> Any:
 
 
 def _listed(catalog: Catalog, role: str, chosen: list[str] | None = None) -> list[Choice]:
-    """What is installed, each with the first line of its docstring, or with what speaks against it."""
+    """Installed components, each with its docstring's first line, or why it cannot be chosen."""
     import questionary
 
     found = catalog.choices(role)
@@ -189,7 +189,7 @@ def _listed(catalog: Catalog, role: str, chosen: list[str] | None = None) -> lis
 
 
 def _type(option: Option, current: Any) -> Any:
-    """The answer to a question whose answer is typed, and checked meanwhile; empty: it is not given."""
+    """The answer to a typed question, checked while typing; empty: the option is not given."""
     import questionary
 
     kind = option.field.type

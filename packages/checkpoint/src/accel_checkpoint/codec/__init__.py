@@ -3,7 +3,7 @@
 The *skeleton* is JSON. Strings, `null`, booleans, integers up to ±2**53, finite floats, arrays and
 objects stand for themselves: for `str`, `None`, `bool`, `int`, `float`, `list`, and `dict` with
 strings as keys in this order. Everything else is an object with a tag under `$` and exactly the
-fields that its tag has; what stands in a field is encoded in the same way. The tags and their fields
+fields of its tag; what stands in a field is encoded in the same way. The tags and their fields
 are in docs/reference/checkpoint-format.md ("Values"), and in `special_types`.
 
 Tensors come back without gradient history; views of one memory come back as tensors of their own.
@@ -24,7 +24,7 @@ from accel_core import CheckpointError
 
 
 class Encoded(NamedTuple):
-    """A value as JSON, whose order counts, and the tensors that it names: detached and live, copied only where that is needed."""
+    """A value as JSON, whose order counts, and its tensors: detached, copied only if needed."""
 
     skeleton: Any
     tensors: dict[str, torch.Tensor]
@@ -33,7 +33,7 @@ class Encoded(NamedTuple):
 def encode(value: Any, where: str) -> Encoded:
     """Takes a structure apart for saving. Not a collective; mostly reads no data of tensors.
 
-    `where` is what the value is, in words. CheckpointError names what cannot be encoded: `state['a'][3].b`.
+    `where` describes the value. CheckpointError names what cannot be encoded: `state['a'][3].b`.
     """
     encoder = Encoder()
     try:
@@ -45,9 +45,9 @@ def encode(value: Any, where: str) -> Encoded:
 
 
 def decode(skeleton: Any, tensors: Mapping[str, torch.Tensor], where: str) -> Any:
-    """Puts a structure together again out of these tensors. Not a collective; imports nothing but NumPy, and only for arrays.
+    """Puts a structure together from these tensors. No collective; imports only NumPy, for arrays.
 
-    CheckpointError names the place of what `encode` does not make, and of classes that are not imported.
+    CheckpointError names the place of a value that `encode` does not make, or of an absent class.
     """
     decoder = Decoder(tensors)
     try:

@@ -1,4 +1,4 @@
-"""Classes by their names, among those that the program has imported: nothing is imported because a file names it."""
+"""Classes by their names, among those that the program has imported: the codec imports none."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from accel_checkpoint.codec.path import Unfit, type_name
 
 
 def class_name(kind: type) -> str:
-    """The name under which `find_class` finds this class, as `module:qualified.name`; `Unfit` if it would not."""
+    """The name, `module:qualified.name`, by which `find_class` finds a class; `Unfit` if none."""
     # The children of multiprocessing know the program's main module under both names.
     module = "__main__" if kind.__module__ == "__mp_main__" else kind.__module__
     name = f"{module}:{kind.__qualname__}"
@@ -23,7 +23,7 @@ def class_name(kind: type) -> str:
 
 
 def find_class(name: str, base: type, member: str, kind: str) -> Any:
-    """The class of that name in an imported module, which is a `base` and has that member; `Unfit` for anything else."""
+    """The class of that name in an imported module, a `base` with that member; else `Unfit`."""
     module, _, path = name.partition(":")
     if module not in sys.modules:
         raise Unfit(f"is of the class {name}, whose module is not imported", f"Import {module} before load_state().")
@@ -39,7 +39,7 @@ def find_class(name: str, base: type, member: str, kind: str) -> Any:
 
 
 def _member(module: str, path: str) -> Any:
-    """The object at a path in an imported module. Runs no code of it that could import something."""
+    """The object at a path in an imported module. Runs none of its code, which could import."""
     found: Any = sys.modules.get(module)
     if not issubclass(type(found), ModuleType):
         return None

@@ -1,4 +1,4 @@
-"""Puts structures together: the reading half of the codec. It takes nothing that it reads for granted."""
+"""Puts structures together: the reading half of the codec. It checks everything that it reads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from accel_checkpoint.codec.special_types import ALIKE, ENUM, SPECIALS, TAG, Fie
 
 
 class Decoder:
-    """Puts one structure together. `trail` is where it is; after an `Unfit`, where that comes from."""
+    """Puts one structure together. `trail` is its place; after an `Unfit`, where that is from."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self.trail = Trail()

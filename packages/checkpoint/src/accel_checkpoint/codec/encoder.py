@@ -28,7 +28,7 @@ from accel_checkpoint.codec.special_types import (
 
 
 class Encoder:
-    """Takes one structure apart. `trail` is where it is, or where an `Unfit` comes from; `tensors` are those that it has met."""
+    """Takes one structure apart. `trail` is its place, or an `Unfit`'s; `tensors` are its own."""
 
     def __init__(self) -> None:
         self.trail = Trail()

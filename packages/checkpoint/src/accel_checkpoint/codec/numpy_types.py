@@ -22,7 +22,7 @@ _DTYPE = re.compile(r"[<>|][biufc]\d+")
 
 
 def numpy_special(value: Any) -> Special | None:
-    """The encoding of a NumPy array or scalar of numbers; None for what is not NumPy's, `Unfit` for other arrays."""
+    """The encoding of a NumPy array or scalar of numbers; None if not NumPy's, else `Unfit`."""
     numpy: Any = sys.modules.get("numpy")
     if numpy is None or not isinstance(value, (numpy.ndarray, numpy.generic)):
         return None

@@ -27,7 +27,7 @@ class Trail:
         self.steps: list[tuple[str, Any]] = []
 
     def push(self, style: str, step: Any) -> None:
-        """Goes a step deeper: into an index, a key or a name, in one of the four styles above. `Unfit` beyond `DEPTH`."""
+        """Adds an index, key or name to the path, in one of four styles; `Unfit` past `DEPTH`."""
         self.steps.append((style, step))
         if len(self.steps) > DEPTH:
             raise Unfit(f"is nested deeper than {DEPTH} levels")
@@ -57,7 +57,7 @@ def step_into(field: str) -> tuple[str, str]:
 
 
 def shown(value: Any) -> str:
-    """The beginning of its `repr`, for messages; of what has none, as integers of thousands of digits, its type."""
+    """The beginning of a value's `repr`, for messages; its type if `repr` fails."""
     try:
         return f"{value!r:.60}"
     except Exception:  # noqa: BLE001  (it may be the user's; the message is about something else)

@@ -41,7 +41,7 @@ PLAIN: dict[type, str] = {torch.Tensor: "tensor", nn.Parameter: "parameter"}
 
 
 class Special(NamedTuple):
-    """The encoding of the values of one type under a tag: `split` gives the parts, of the types in `fields`; `join` takes them."""
+    """The encoding of a type under a tag: `split` gives parts by `fields`; `join` takes them."""
 
     tag: str
     fields: Fields

@@ -1,1 +1,1 @@
-"""The files of a checkpoint: written to the disk as a transaction, and verified when they are read."""
+"""The files of a checkpoint: written to the disk as a transaction, and verified on reading."""

@@ -1,4 +1,4 @@
-"""Bytes between memory and files at the speed of the disk: writes that start at once, reads into memory that exists."""
+"""Bytes between memory and files, fast: writes that start at once, reads into existing memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def memory(tensor: torch.Tensor) -> memoryview:
 
 
 class Output:
-    """A new file that is written from its beginning to its end. `position` is the number of bytes written so far."""
+    """A new file, written from beginning to end; `position` is the number of bytes so far."""
 
     def __init__(self, descriptor: int) -> None:
         self.position = 0
@@ -64,7 +64,7 @@ def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[Output]:
-    """A file that did not exist: on the disk when the body ends, gone when the body fails. OSError names `path`."""
+    """A new file: on the disk when the body ends, gone if the body fails. OSError names `path`."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
@@ -88,7 +88,7 @@ def write_new(path: Path, content: bytes) -> None:
 
 
 def open_file(path: Path) -> int:
-    """The descriptor of a regular file that is to be read, for the caller to close. A pipe would be waited for."""
+    """The descriptor of a regular file to read, for the caller to close; raises for a pipe."""
     with _reading(path):
         # Not blocking, for opening a pipe waits for who writes to it; of a regular file it changes nothing.
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0))
@@ -99,7 +99,7 @@ def open_file(path: Path) -> int:
 
 
 def read_file(path: Path, most: int) -> bytes:
-    """All of a regular file; CheckpointError if it is none, or has more than `most` bytes: then no memory is taken for it."""
+    """All of a regular file; CheckpointError if it is none, or has over `most` bytes (not read)."""
     descriptor = open_file(path)
     try:
         size = os.fstat(descriptor).st_size
@@ -114,7 +114,7 @@ def read_file(path: Path, most: int) -> bytes:
 
 
 def hash_of(descriptor: int, length: int, path: Path) -> str:
-    """The hash of the first bytes of a file, or of all if it has fewer, without memory for more than `READ` of them."""
+    """The hash of the first `length` bytes of a file, or of all, with at most `READ` in memory."""
     hasher = xxhash.xxh3_128()
     place = memoryview(bytearray(min(READ, length)))
     for begin in range(0, length, READ):
@@ -127,7 +127,7 @@ def hash_of(descriptor: int, length: int, path: Path) -> str:
 
 
 def read_into(descriptor: int, place: memoryview, offset: int, path: Path) -> int:
-    """Fills `place` with the bytes at `offset` of a file; returns how many there were: fewer only at its end."""
+    """Fills `place` from `offset` of a file; returns the number of bytes: fewer only at its end."""
     begin = 0
     with _reading(path):
         while begin < len(place):
@@ -148,7 +148,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def read_all(jobs: Sequence[Callable[[], None]], threads: int = 2) -> None:
-    """Runs jobs that read and hash, without gradients, in this thread and `threads - 1` more; raises the first error."""
+    """Runs reading jobs without gradients in `threads`, with this one; raises the first error."""
     waiting = iter(jobs)
     taking = threading.Lock()
     errors: list[BaseException] = []

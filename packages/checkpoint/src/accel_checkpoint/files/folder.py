@@ -1,4 +1,4 @@
-"""The transaction of a save: a new data folder beside the old one, published by one replaced file, then the old one swept.
+"""The transaction of a save: a new data folder, published by replacing one file; then a sweep.
 
 A kill at any moment leaves the previous checkpoint or the new one, and rubbish that the next save
 sweeps. Beside `manifest.json` and `data-<id>` the folder may hold whatever the user put there: only
@@ -49,7 +49,7 @@ _FOREIGN = (
 
 @dataclass(frozen=True)
 class Draft:
-    """A checkpoint that is being written, on the main process: `begin`, files into `data`, then `publish` and `sweep`, or `discard`."""
+    """A checkpoint that the main process writes: `begin`, `publish`, `sweep`, or `discard`."""
 
     folder: Path
     id: str
@@ -62,9 +62,9 @@ class Draft:
 
     @classmethod
     def begin(cls, folder: Path, id: str | None = None) -> Draft:
-        """Makes the folder and a data folder in it, and sweeps what killed saves left there. Not a collective.
+        """Makes the folder and its data folder; sweeps what killed saves left. Not a collective.
 
-        CheckpointError is raised before anything is written if the place is taken: by a file, by the
+        CheckpointError is raised before any write if the place is taken: by a file, by the
         checkpoint of another library or of a newer version, by a run that is saving there.
         """
         draft = cls(folder, secrets.token_hex(8) if id is None else id)
@@ -79,7 +79,7 @@ class Draft:
             return replace(draft, lock=Lock(draft.data))
 
     def publish(self, manifest: Manifest) -> None:
-        """Makes the files in `data`, which are on the disk, the checkpoint of the folder; if it raises, the previous one is."""
+        """Makes the synced files in `data` the checkpoint; if it raises, the previous one stays."""
         assert manifest.id == self.id
         if wrong := wrong_files(self.folder, manifest):
             raise CheckpointError(
@@ -103,7 +103,7 @@ class Draft:
             warn_of_rest(f"the data before it, in {self.folder},", error)
 
     def discard(self) -> None:
-        """Removes the data folder as far as possible, unless it was published; the next save removes the rest."""
+        """Removes an unpublished data folder as far as possible; the next save removes the rest."""
         with contextlib.suppress(OSError):  # called because of a failure, which is the one to tell
             found = unseal(self.folder)
             if not isinstance(found, Manifest) or found.id != self.id:
@@ -114,9 +114,9 @@ class Draft:
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Removes a folder that holds a checkpoint, with everything in it. Of a link only the link is removed. Not a collective.
+    """Removes a checkpoint's folder with all in it; of a link, the link only. Not a collective.
 
-    The manifest is renamed first and removed last: an interrupted removal leaves no checkpoint, and says so.
+    The manifest is renamed first and removed last: an interrupted removal leaves no checkpoint.
     """
     with failing_with("the checkpoint cannot be removed: {}. Remove the folder by hand", folder):
         if folder.is_symlink():
@@ -150,7 +150,7 @@ def warn_of_rest(what: str, error: OSError) -> None:
 
 
 def _check_place(folder: Path) -> set[str] | None:
-    """The data folders to keep for now, of what is published here; None: all, because it is not known which."""
+    """The data folders to keep, of the published checkpoint; None: all, as it is not known."""
     found = unseal(folder)
     if isinstance(found, Manifest):
         return {found.data}
@@ -199,7 +199,7 @@ def _check_alone(folder: Path) -> None:
 
 
 def _sweep(folder: Path, kept: set[str] | None) -> None:
-    """Removes what is named like ours and is not `kept`; of data folders none if that is None, and none that is written to."""
+    """Removes our files but the `kept`; data folders only if `kept` is given, none in use."""
     with _opened(folder) as descriptor:
         with os.scandir(descriptor) as entries:
             rubbish = [entry.name for entry in entries if _is_rubbish(entry)]
@@ -211,7 +211,7 @@ def _sweep(folder: Path, kept: set[str] | None) -> None:
 
 
 def _is_named(folder: Path, data: str) -> bool:
-    """Whether the manifest names this data folder by now: another run may have published it meanwhile."""
+    """Whether the manifest names this data folder now: another run may have published it."""
     found = unseal(folder)
     return isinstance(found, Manifest) and found.data == data
 
@@ -225,7 +225,7 @@ def _is_rubbish(entry: os.DirEntry[str]) -> bool:
 
 @contextlib.contextmanager
 def _opened(folder: str | Path, inside: int | None = None, *, follow: bool = True) -> Iterator[int]:
-    """The descriptor of a folder: whatever takes the place of its name meanwhile, this stays the folder."""
+    """The descriptor of a folder; it stays that of the folder if another takes its name."""
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     descriptor = os.open(folder, flags, dir_fd=inside)
     try:
@@ -235,7 +235,7 @@ def _opened(folder: str | Path, inside: int | None = None, *, follow: bool = Tru
 
 
 def _remove(name: str, inside: int) -> None:
-    """Removes a file, a link, or a folder with all in it, by descriptors: where a link was put meanwhile, its target stays."""
+    """Removes a file, a link, or a whole folder, by descriptors: never the target of a link."""
     if not stat.S_ISDIR(os.stat(name, dir_fd=inside, follow_symlinks=False).st_mode):
         os.unlink(name, dir_fd=inside)
         return

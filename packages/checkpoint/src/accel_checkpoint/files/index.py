@@ -1,4 +1,4 @@
-"""`index.json`: what a checkpoint holds, and where. docs/reference/checkpoint-format.md describes its members."""
+"""`index.json`: contents of a checkpoint and their places (docs/reference/checkpoint-format.md)."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ NAME = "saving.lock"
 
 
 class Lock:
-    """A lock on a data folder, from its making until `release` or the end of the process. A pickle of it holds nothing."""
+    """A lock on a data folder, until `release` or the end of the process. A pickle holds none."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / NAME

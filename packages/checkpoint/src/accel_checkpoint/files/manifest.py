@@ -1,4 +1,4 @@
-"""The manifest: the one file that makes a folder a checkpoint. It is written last, and replaced in one step.
+"""The manifest: the file that makes a folder a checkpoint, written last, replaced in one step.
 
 Its members are in docs/reference/checkpoint-format.md. The last is the seal, the hash of every byte
 before the first digit of it. After its digits the file ends with `"`, a line feed, `}` and a line
@@ -78,7 +78,7 @@ class Flaw(NamedTuple):
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Publishes a checkpoint: a reader or a crash sees the old manifest or the new one. Not a collective."""
+    """Publishes a checkpoint: readers see the old manifest or the new one. Not a collective."""
     content = _sealed(folder, manifest)
     temporary = folder / f"{NAME}.{secrets.token_hex(4)}.tmp"
     untouched = "the checkpoint cannot be published: {}. What was saved here is untouched. Make room, or save elsewhere"
@@ -96,9 +96,9 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a complete checkpoint whose files are all there, with the sizes that it says. Not a collective.
+    """The manifest of a complete checkpoint, whose files have their sizes. Not a collective.
 
-    FileNotFoundError is raised if there is no such folder, CheckpointError for what is no complete checkpoint.
+    FileNotFoundError is raised if there is no folder, CheckpointError for no complete checkpoint.
     """
     found = examine(folder)
     if isinstance(found, Manifest):
@@ -111,7 +111,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def examine(folder: Path) -> Manifest | Flaw:
-    """The manifest of a folder, or why it cannot be read; the files that it names are looked for. Reads little."""
+    """The manifest of a folder, or why it cannot be read; looks for its files. Reads little."""
     manifest = unseal(folder)
     if isinstance(manifest, Flaw):
         return manifest
@@ -123,7 +123,7 @@ def examine(folder: Path) -> Manifest | Flaw:
 
 
 def unseal(folder: Path) -> Manifest | Flaw:
-    """The manifest of a folder, or why it cannot be read; the files that it names are not looked for."""
+    """The manifest of a folder, or why it cannot be read; does not look for its files."""
     try:
         content = read_file(folder / NAME, LARGEST)
     except (FileNotFoundError, NotADirectoryError):
@@ -148,7 +148,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def wrong_files(folder: Path, manifest: Manifest) -> list[str]:
-    """The errors in files that a manifest names: a text for each that is missing, no file, or of another size."""
+    """The errors in files of a manifest, a text each: missing, no file, or of another size."""
     wrong = []
     for name, nbytes in {INDEX: manifest.index.nbytes, **manifest.files}.items():
         try:
@@ -165,7 +165,7 @@ def wrong_files(folder: Path, manifest: Manifest) -> list[str]:
 
 @contextlib.contextmanager
 def failing_with(text: str, path: Path) -> Iterator[None]:
-    """Lets an OSError tell what it means for the checkpoint: `text`, in which {} is the reason, and `path`."""
+    """Gives an OSError the text for the checkpoint, in which {} is the reason, and `path`."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The file of one rank in a checkpoint: tensors as safetensors, written fast, and verified while they are read.
+"""The file of one rank in a checkpoint: tensors as safetensors, written fast, verified on reading.
 
 Every byte of the file is under a hash, one per `BLOCK` of a tensor and one for the header, which
 the description of the file (`StoredFile`) holds. What is read goes straight into the tensors that
@@ -35,8 +35,8 @@ _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16:
 def write_part(path: Path, tensors: Mapping[str, torch.Tensor]) -> StoredFile:
     """Writes tensors to a new file, which is on the disk on return, and returns its description.
 
-    They live on any device, with any strides; only what is no contiguous CPU memory is copied, a small part
-    at a time. CheckpointError is raised for what is no plain tensor, before anything is written.
+    They may be on any device, with any strides; only those not in contiguous CPU memory are copied,
+    in small parts. CheckpointError is raised for what is no plain tensor, before any write.
     """
     found = {key: plain(key, tensor) for key, tensor in tensors.items()}
     if "__metadata__" in found:
@@ -55,7 +55,7 @@ def write_part(path: Path, tensors: Mapping[str, torch.Tensor]) -> StoredFile:
 
 
 def plain(key: str, tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` without its gradient history; CheckpointError unless it is strided memory with its elements and nothing else."""
+    """`tensor` without gradient history; CheckpointError unless strided memory, and that alone."""
     data = tensor.detach()
     if type(data) is not torch.Tensor:
         raise _refusal(key, f"a {type(data).__name__}", "Take its components, or save it as an Opaque entry")
@@ -93,7 +93,7 @@ def _write(tensor: torch.Tensor, output: Output) -> tuple[str, ...]:
 
 
 def _in_memory(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """The bytes of the elements in row-major order: of the tensor itself where they lie so, else copied part by part."""
+    """The bytes of the elements in row-major order: the tensor's own, or copies part by part."""
     if not tensor.numel():
         return
     if _is_memory(tensor):
@@ -121,7 +121,7 @@ def _parts(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
 
 
 def _is_memory(tensor: torch.Tensor) -> bool:
-    """Whether the bytes of the elements, in row-major order, are the tensor's own memory, within reach of the CPU."""
+    """Whether the elements' bytes, in row-major order, are the tensor's own CPU memory."""
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
@@ -131,9 +131,9 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class PartReader:
-    """Reads tensors, or boxes of them, from the file that `write_part` made; what it returned, it has verified.
+    """Reads tensors, or boxes of them, from a file of `write_part`, and verifies what it returns.
 
-    A context manager. Several threads may read at once (`read_all`); each holds a buffer of one `BLOCK`.
+    A context manager. Threads may read at once (`read_all`), each with a buffer of one `BLOCK`.
     """
 
     def __init__(self, path: Path, stored: StoredFile) -> None:
@@ -157,7 +157,7 @@ class PartReader:
         os.close(self._descriptor)
 
     def read(self, key: str, out: torch.Tensor, cast: bool = False) -> None:
-        """Reads a whole tensor into `out`, of its shape, on any device; with `cast`, of another dtype."""
+        """Reads a whole tensor into `out`, of its shape, on any device; `cast`: of any dtype."""
         self.read_box(key, Box.whole(self._tensor(key).shape), out, cast)
 
     def tensor(self, key: str) -> torch.Tensor:
@@ -178,7 +178,7 @@ class PartReader:
 
     @torch.no_grad()
     def read_box(self, key: str, source: Box, out: torch.Tensor, cast: bool = False) -> None:
-        """Reads the region `source` of a tensor into `out`, of the shape `source.sizes`: only the blocks that it touches."""
+        """Reads a tensor's region `source` into `out`, of shape `source.sizes`: only its blocks."""
         stored = self._tensor(key)
         out = self._fitting(key, stored, source, plain(key, out), cast)
         if source.is_empty:
@@ -203,7 +203,7 @@ class PartReader:
                 _copy(elements, out[begin - run.start : end - run.start])
 
     def _read_region(self, key: str, stored: StoredTensor, source: Box, out: torch.Tensor) -> None:
-        """Elements that are scattered over the file or over the memory: what each block has of them."""
+        """Copies elements that are scattered over the file or the memory, block by block."""
         for index, block in _blocks(stored, _extent(stored.shape, source)):
             position = 0
             for box in flat_range(stored.shape, block.start, block.stop):
@@ -213,7 +213,7 @@ class PartReader:
                 position += box.numel
 
     def _buffered(self, key: str, stored: StoredTensor, index: int) -> torch.Tensor:
-        """The elements of a block, flat, in the buffer of this thread; the block that is there already is not read again."""
+        """The elements of a block, flat, in this thread's buffer; a block in it is not reread."""
         held = self._local.__dict__
         if held.get("block") != (key, index):
             if "buffer" not in held:
@@ -275,7 +275,7 @@ _ANOTHER = "Load another checkpoint."
 
 
 def _extent(shape: tuple[int, ...], box: Box) -> range:
-    """From the first to the last element of a box that is not empty, counted in row-major order of the whole tensor."""
+    """The range from the first to the last element of a non-empty box, in row-major order."""
     first = last = 0
     for length, offset, size in zip(shape, box.offsets, box.sizes, strict=True):
         first = first * length + offset

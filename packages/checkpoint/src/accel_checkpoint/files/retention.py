@@ -1,4 +1,4 @@
-"""Checkpoints with automatic names, `checkpoint_<number>` in one folder: which is next, which is newest, which may go."""
+"""Checkpoints with automatic names, `checkpoint_<number>` in one folder: next, newest, surplus."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def name(number: int) -> str:
 
 
 def numbers(root: Path) -> list[int]:
-    """The numbers of all folders in `root` that are named like checkpoints, complete or not, ascending."""
+    """The numbers of all folders in `root` named like checkpoints, complete or not, ascending."""
     if not root.is_dir():
         return []
     matches = [(_MANAGED.fullmatch(path.name), path) for path in root.iterdir()]
@@ -27,12 +27,12 @@ def numbers(root: Path) -> list[int]:
 
 
 def complete(root: Path) -> list[int]:
-    """The numbers of those that have a manifest whose seal holds, ascending. Their data are not looked at."""
+    """The numbers of those whose manifest has a valid seal, ascending; data are not checked."""
     return [number for number in numbers(root) if is_complete(root / name(number))]
 
 
 def newest(root: Path) -> Path:
-    """The complete checkpoint with the highest number. Unfinished saves are passed over; what is damaged raises."""
+    """The complete checkpoint of the highest number; passes over unfinished, raises for damaged."""
     unfinished = []
     for number in reversed(numbers(root)):
         path = root / name(number)
@@ -57,7 +57,7 @@ def newest(root: Path) -> Path:
 def next_path(root: Path, iteration: int, known: bool) -> Path:
     """The path for the checkpoint number `iteration`.
 
-    CheckpointError is raised if a run that is not `known` in `root` would replace one, or have a newer one by its number.
+    CheckpointError is raised if a run not `known` in `root` would replace or precede another one.
     """
     path = root / name(iteration)
     above = [] if known else [number for number in numbers(root) if number >= iteration]
@@ -71,9 +71,9 @@ def next_path(root: Path, iteration: int, known: bool) -> Path:
 
 
 def enforce(root: Path, limit: int, keep: Path) -> list[Path]:
-    """Removes the complete checkpoints with the lowest numbers until `limit` remain, and what killed saves left below `keep`.
+    """Removes the lowest complete checkpoints until `limit` remain, and leftovers below `keep`.
 
-    Whatever else is in the folder is never touched. Returns what was removed, and warns of each that cannot be.
+    Other contents of the folder stay. Returns what was removed; warns of what cannot be removed.
     """
     kept = _MANAGED.fullmatch(keep.name)
     assert kept is not None, keep

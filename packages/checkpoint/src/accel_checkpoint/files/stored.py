@@ -51,7 +51,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file of tensors. Header and tensors lie end to end, so that every byte of it is under some hash."""
+    """A file of tensors. Header and tensors lie end to end, so hashes cover every byte."""
 
     name: str  # without a folder
     nbytes: int
@@ -67,7 +67,7 @@ class StoredFile:
 
     @classmethod
     def from_json(cls, name: str, value: Any) -> StoredFile:
-        """The description of the file `name`; CheckpointError names the field that cannot be true."""
+        """The description of the file `name`; CheckpointError names an invalid field."""
         if not re.fullmatch(r"[\w-][\w.-]*", name):
             raise _lie(name, "the name", name, "the name of a file, without a folder")
         fields = _fields(name, "", value, _FILE)
@@ -103,7 +103,7 @@ def _is_size(value: Any) -> bool:
 
 
 def is_shape(value: Any) -> bool:
-    """Whether it is a list of sizes that torch can make a tensor of, also where one of them is 0."""
+    """Whether it is a list of sizes that torch can make a tensor of, also if one is 0."""
     return (
         isinstance(value, list)
         and len(value) <= _DIMS
@@ -135,7 +135,7 @@ _TENSOR: Fields = {
 
 
 def _fields(name: str, where: str, value: Any, expected: Fields) -> dict[str, Any]:
-    """The members of a JSON object, each of which is what it should be; none is missing, and there are no others."""
+    """The members of a JSON object, each valid; none is missing, and there are no others."""
     if not isinstance(value, dict) or value.keys() != expected.keys():
         raise _lie(name, where or "the whole", value, f"an object with the members {', '.join(expected)}")
     for field, (is_right, kind) in expected.items():

@@ -1,4 +1,4 @@
-"""`accel checkpoint import`: finds who reads a checkpoint of another library, says what is in it, and writes a neutral one."""
+"""`accel checkpoint import`: finds an importer, prints the content, writes a neutral checkpoint."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def open_foreign(folder: Path, optimizer: str | None = None) -> ForeignCheckpoint:
-    """The checkpoint in a folder, by the first importer that knows it; CheckpointError if none does."""
+    """The checkpoint in a folder, by the first importer that knows it; else CheckpointError."""
     if not folder.is_dir():
         raise FileNotFoundError(2, "a checkpoint was to be imported, but there is no such folder", str(folder))
     offers = list_offers(GROUP)

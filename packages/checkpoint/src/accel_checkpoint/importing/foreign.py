@@ -1,7 +1,7 @@
-"""A checkpoint of another library, as an importer describes it, and the neutral checkpoint that is made of it.
+"""A checkpoint of another library, as an importer gives it, and the neutral one made of it.
 
-Importers are found in the entry-point group `accel.importers`: a function of the folder, and of the class of the optimizer that the
-user has named, which returns a `ForeignCheckpoint`, or None for what is not of its library.
+Importers, of the entry-point group `accel.importers`, are functions of the folder and the class of
+the user's optimizer, which return a `ForeignCheckpoint`, or None for what is not theirs.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class ForeignCheckpoint:
 
     @property
     def absent(self) -> list[str]:
-        """The kinds of units that a run has, and this checkpoint not: a load leaves them as they are."""
+        """The kinds of units that a run has, and this checkpoint not: loads leave them alone."""
         return [LOADER, OBJECT, *COMPONENTS, RANDOM, *([] if self.schedulers else [SCHEDULER])]
 
 
@@ -89,7 +89,7 @@ Importer = Callable[[Path, "str | None"], "ForeignCheckpoint | None"]
 
 
 def write_foreign(foreign: ForeignCheckpoint, folder: Path, say: Say) -> None:
-    """Writes a neutral checkpoint into a folder, part by part, and publishes it when all is there."""
+    """Writes a neutral checkpoint into a folder, part by part; publishes it when complete."""
     draft = Draft.begin(folder)
     try:
         portraits, works = [], []

@@ -1,7 +1,7 @@
 """A look into checkpoints without a run: their contents, and whether they are whole.
 
 `accel checkpoint FOLDER` and `python -m accel_core checkpoint FOLDER` call `main`. Nothing is
-written, and no class that a checkpoint names is needed. `accel checkpoint import` is another command:
+written, and no class of a checkpoint is needed. `accel checkpoint import` is another command:
 a folder of that name is `./import`.
 """
 
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints what was asked for, and returns the exit status: 1 for damage, 2 where there is no answer."""
+    """Prints what was asked for; returns the exit status: 1 for damage, 2 for no answer."""
     try:
         answer, text, status = (_verified if arguments.verify else _described)(arguments.folder)
     except (CheckpointError, OSError) as error:
@@ -66,7 +66,7 @@ _Answer = tuple[Mapping[str, Any], str, int]
 
 
 def describe(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint as JSON: what it is, and what was running. Raises as `read_manifest`."""
+    """The manifest of a checkpoint as JSON: what it is, what ran. Raises as `read_manifest`."""
     manifest = read_manifest(folder)
     facts = {"folder": str(folder), "id": manifest.id, "created": manifest.created, "bytes": _size_of(manifest)}
     return {**facts, "files": dict(manifest.files), "record": dict(manifest.record)}
@@ -78,7 +78,7 @@ def _size_of(manifest: Manifest) -> int:
 
 
 def list_checkpoints(root: Path) -> list[dict[str, Any]]:
-    """All `checkpoint_<n>` in a folder, by number, with "state": "complete" if each file has its size, else with a "reason"."""
+    """All `checkpoint_<n>` by number: "state" is "complete" (by file sizes), or has a "reason"."""
     return [_listed(root / retention.name(number), number) for number in retention.numbers(root)]
 
 
@@ -137,7 +137,7 @@ class Damage(NamedTuple):
 
 
 def verify(folder: Path, report: Report | None = None) -> list[Damage]:
-    """Reads everything in a checkpoint, and returns an entry for each damaged file. Raises if it is no checkpoint."""
+    """Reads all of a checkpoint; an entry for each damaged file. Raises if it is no checkpoint."""
     manifest = manifests.unseal(folder)
     if not isinstance(manifest, Manifest):
         if manifest.kind == "damaged":

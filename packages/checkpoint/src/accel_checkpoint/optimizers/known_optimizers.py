@@ -1,9 +1,9 @@
-"""Layouts of optimizer state, as data: by the class of the optimizer, for every key of a parameter's state.
+"""Layouts of optimizer state, as data: by optimizer class, for every key of a parameter's state.
 
     elementwise   laid out like the parameter, so that it can be cut wherever the parameter is
     replicated    the same on every rank
-    counter       replicated, a number of steps: kept in CPU memory unless the optimizer computes with it on the device
-    factor        computed over all that a rank has of the parameter: can be cut with it no more, once it is cut
+    counter       replicated, a number of steps: on the CPU unless the optimizer needs the device
+    factor        computed over a rank's part of the parameter: once that is cut, not cut again
 
 A class inherits the layouts of the class above it. Whoever writes an optimizer declares its own, on
 the class or the instance:
@@ -72,7 +72,7 @@ def kind_of(optimizer: object) -> str:
 
 
 def same_kind(here: str, saved: str) -> bool:
-    """Whether two kinds are of one class. One of a script has another module where the script is imported."""
+    """Whether two kinds are of one class; a script's has another module if it is imported."""
     (module, name), (saved_module, saved_name) = here.split(":", 1), saved.partition(":")[::2]
     of_a_script = {module, saved_module} & {"__main__", "__mp_main__"}
     return name == saved_name and (module == saved_module or bool(of_a_script))
@@ -89,7 +89,7 @@ def is_spanning(optimizer: object) -> bool:
 
 
 def is_partitioned(optimizer: object) -> bool:
-    """Whether this is torch's ZeroRedundancyOptimizer: each parameter has its state on one rank, in `optimizer.optim`."""
+    """Whether this is torch's ZeroRedundancyOptimizer, with a parameter's state on one rank."""
     # By its name: to import it takes seconds.
     return any(
         cls.__qualname__ == "ZeroRedundancyOptimizer" and cls.__module__.startswith("torch.distributed.")
@@ -98,7 +98,7 @@ def is_partitioned(optimizer: object) -> bool:
 
 
 def layouts_of(optimizer: object) -> dict[str, str]:
-    """The layout of every key that somebody declared: the table, and over it `accel_layouts`, if that is one."""
+    """The declared layout of each key: the table, overridden by `accel_layouts` if there is one."""
     known = next((LAYOUTS[_name(cls)] for cls in type(optimizer).__mro__ if _name(cls) in LAYOUTS), {})
     declared: Any = getattr(optimizer, "accel_layouts", {})
     if not isinstance(declared, Mapping) or not set(declared.values()) <= {ELEMENTWISE, REPLICATED}:

@@ -1,10 +1,10 @@
 """Optimizer state by parameter name: captured for a checkpoint, restored into any equal optimizer.
 
-State is captured per parameter, and restored by assignment: `load_state_dict` casts moments to the dtype of the parameter,
-and holds everything twice. How each tensor lies is declared (`known_optimizers`); what nobody declared is opaque, and comes
-back only where the parameter is cut in the same way. An optimizer that defines `state_dict` itself, or has hooks on it, is
-captured whole, unless its `state_dict()` has nothing that `state` and `param_groups` lack. Under ZeroRedundancyOptimizer the
-state is that of the optimizer inside, on the rank that owns the parameter: so it moves between worlds.
+State is captured per parameter, and restored by assignment: `load_state_dict` casts moments to the
+dtype of the parameter, and holds all twice. Layouts are declared (`known_optimizers`); tensors
+without one are opaque, and load only if the parameter is cut in the same way. An optimizer with its
+own or hooked `state_dict` is captured whole if that adds to `state` and `param_groups`. A
+ZeroRedundancyOptimizer's state is that of the inner optimizer, on the owner of the parameter.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ SHARED = "(shared)"  # the entry of what an optimizer keeps in `state` under key
 def capture_optimizer(optimizer: Optimizer, names: Mapping[int, str], sharding: Sharding) -> OptimizerState:
     """The state that this rank has. Not a collective.
 
-    A parameter that was never stepped has no state, and appears in no entry. `names` has the name of
-    each parameter by its `id`; others are called "loose.<group>.<position>". CheckpointError is raised
-    if state is not laid out as was declared, or cannot be told apart by parameter.
+    A parameter that was never stepped has no state, and is in no entry. `names` has the name of
+    each parameter by `id`; others are "loose.<group>.<position>". CheckpointError is raised if
+    state is not laid out as declared, or cannot be assigned to parameters.
     """
     engine = _engine(optimizer)
     named = _named(optimizer, names)
@@ -87,10 +87,10 @@ def list_misfits(
 def restore_optimizer(
     optimizer: Optimizer, names: Mapping[int, str], sharding: Sharding, saved: SavedOptimizer
 ) -> None:
-    """Gives an optimizer the state that was saved, where `list_misfits` finds none. Not a collective.
+    """Restores the saved state of an optimizer, where `list_misfits` finds none. Not a collective.
 
-    Parameters that had no state have none afterwards. Of the groups, what says how this process computes
-    (`foreach`, `fused`, `capturable`, `differentiable`) stays. New tensors are made one parameter at a time.
+    Parameters saved without state have none afterwards. Of the groups, the process's own options
+    (`foreach`, `fused`, `capturable`, `differentiable`) stay. Tensors are made one by one.
     """
     engine = _engine(optimizer)
     if saved.whole is not None:
@@ -167,7 +167,7 @@ def _capture_parameter(captured: OptimizerState, kept: ParameterState, state: Ma
 def _by_parameter(
     described: Mapping[str, SavedEntry], named: Mapping[int, str]
 ) -> dict[str, dict[str | None, tuple[str, SavedEntry]]]:
-    """The entries of each parameter, by the key of its state (None: all of it), with their names."""
+    """The entries of each parameter, by the key of its state (None: all), with their names."""
     parameters, stored = set(named.values()), dict[str, dict[str | None, tuple[str, SavedEntry]]]()
     for name, entry in described.items():
         parameter, _, key = name.rpartition("/")
@@ -194,7 +194,7 @@ def _restore_shared(engine: Any, saved: SavedOptimizer, has_any: bool) -> None:
 
 
 def restore_groups(optimizer: Any, saved: Sequence[Mapping[str, Any]]) -> None:
-    """Gives the groups of an optimizer the hyper-parameters that were saved, but for those that say how this process computes."""
+    """Restores the saved hyper-parameters of the groups, but for those of this process."""
     for group, options in zip(optimizer.param_groups, saved, strict=True):
         for key, value in options.items():
             if key != "names" and key not in OF_THIS_PROCESS:
@@ -202,7 +202,7 @@ def restore_groups(optimizer: Any, saved: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _as_here(here: Any, saved: Any) -> Any:
-    """A hyper-parameter as a tensor where it is one here, so that what was compiled or captured with it goes on."""
+    """A hyper-parameter as a tensor if it is one here, for what is compiled or captured with it."""
     if isinstance(here, torch.Tensor):
         return torch.as_tensor(saved).to(here.device, here.dtype, copy=True)
     if isinstance(saved, torch.Tensor) and isinstance(here, (int, float)):
@@ -256,7 +256,7 @@ def _overrides(optimizer: Any) -> bool:
 
 
 def _adds_nothing(optimizer: Any) -> bool:
-    """Whether a `state_dict()` of somebody's own holds the same tensors and values as torch's would, in whatever order."""
+    """Whether an own `state_dict()` holds the same tensors and values as torch's, in any order."""
     given = optimizer.state_dict()
     if set(given) != {"state", "param_groups"}:
         return False

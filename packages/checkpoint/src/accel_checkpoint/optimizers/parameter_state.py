@@ -25,7 +25,7 @@ Read = Callable[[Entry], Any]
 
 
 class Layouts:
-    """The layout of an optimizer's state: as declared for its keys, and as its parameters are sharded."""
+    """The layout of an optimizer's state: as declared for its keys, by its parameters' sharding."""
 
     def __init__(self, optimizer: Any, sharding: Sharding) -> None:
         self.declared = layouts_of(optimizer)
@@ -53,18 +53,18 @@ class ParameterState(NamedTuple):
 
     @property
     def is_cut(self) -> bool:
-        """Whether this rank has not all of it, or what is kept under it is about others, and those are cut."""
+        """Whether this rank has only a part of it, or of parameters that its state describes."""
         return self.part != WHOLE
 
     def is_opaque(self, state: Mapping[Any, Any]) -> bool:
-        """Whether the values have to stay together, because somebody else's optimizer has tensors that nobody declared."""
+        """Whether the values must stay together: an unknown optimizer has undeclared tensors."""
         if any(not isinstance(key, str) or "/" in key for key in state):
             return True
         undeclared = (value for key, value in state.items() if key not in self.layouts.declared)
         return not self.layouts.known and any(map(has_tensors, undeclared))
 
     def entry(self, key: str, value: Any) -> Entry:
-        """A value that holds tensors, as it is to be saved; raises where it is not laid out as declared."""
+        """An entry for a value that holds tensors; raises if it is not laid out as declared."""
         layout = self.layouts.declared.get(key)
         if layout == ELEMENTWISE and isinstance(value, torch.Tensor):
             local = self.layouts.sharding.local(value)
@@ -84,7 +84,7 @@ class ParameterState(NamedTuple):
         return Opaque(value, f"{self._signature}{signature_of(values)}", self.part)
 
     def refuses(self, key: str | None, saved: SavedEntry, here: Entry | None) -> str | None:
-        """The reason why a saved entry, of a key or (None) of the whole state, cannot become state of this parameter; None if it can."""
+        """The reason why a saved entry, of a key or all (None), does not fit; None if it does."""
         if saved.kind == "opaque":
             return self._refuses_opaque(saved.signatures, here)
         if saved.kind == "elementwise":
@@ -97,7 +97,7 @@ class ParameterState(NamedTuple):
         return f"was computed over the whole parameter, of which this rank has {self.part}"
 
     def read(self, key: str | None, saved: SavedEntry, group: Mapping[str, Any], read: Read) -> dict[Any, Any]:
-        """The state that an entry of a checkpoint becomes, in new tensors; `key` is None if that is the whole state."""
+        """The state from an entry of a checkpoint, in new tensors; `key` None: the whole state."""
         if saved.kind == "opaque":
             return self._opened(read(Opaque(None, saved.signatures[self.part], self.part)), group)
         assert key is not None
@@ -192,7 +192,7 @@ def part_of(extents: Sequence[Extent]) -> str:
 
 
 def signature_of(value: Any) -> str:
-    """The text that two opaque values must share: classes, shapes, dtypes, keys; no numbers or list lengths."""
+    """The text that equal opaque values share: classes, shapes, dtypes, keys; no list lengths."""
     if isinstance(value, Mapping):
         items = sorted(value.items(), key=lambda item: str(item[0]))
         return "; ".join(f"{key}={signature_of(item)}" for key, item in items)

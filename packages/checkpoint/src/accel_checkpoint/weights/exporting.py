@@ -1,4 +1,4 @@
-"""Weights that lie on the disk as plain safetensors: out of a checkpoint of any strategy and world size, or out of other files.
+"""Weights as plain safetensors: from a checkpoint of any strategy and world size, or other files.
 
 No process group, no model and no class of the user's is needed. One tensor after another is read,
 verified where the source has hashes, and written, so that this takes the memory of one tensor.
@@ -43,14 +43,14 @@ def export_weights(
     overwrite: bool = False,
     report: Report | None = None,
 ) -> Exported:
-    """Writes weights under the user's names, as `save_model` does: tied ones once, published whole or not at all. No collective.
+    """Writes weights under the user's names, as `save_model`: whole, or not at all. No collective.
 
     Args:
         source: a folder of `save_state`, or weights as `load_checkpoint_in_model` takes them.
         directory: made if it does not exist. Other files in it stay.
         max_shard_size: of one file, as for `save_model`.
         model: which one of a checkpoint that holds several, by its number.
-        overwrite: replaces safetensors that `save_model` wrote there; else FileExistsError is raised.
+        overwrite: replaces safetensors that `save_model` wrote there; else raises FileExistsError.
         report: is called after each tensor with its name, the bytes written so far, and all bytes.
     """
     source, directory = Path(source), Path(directory)

@@ -1,8 +1,8 @@
-"""Reads weights into a model: those of a checkpoint, and what `save_model` and other libraries write.
+"""Reads weights into a model, from a checkpoint, or as `save_model` and other libraries write.
 
-All is compared before anything is changed. Then one tensor after another goes from its file into the parameter: into its very
-memory where dtype and layout are equal, else through one copy. Where a rank has only parts of a model, it reads those parts
-alone: those of the entries that `model_state` gives, or the function `accel_state` that a strategy left on the model.
+All is compared before any change. Then each tensor goes from its file into the parameter: into
+its own memory if dtype and layout are equal, else by one copy. Where a rank has parts of a model,
+it reads those: entries of `model_state`, or `accel_state`, a function that a strategy left.
 """
 
 from __future__ import annotations
@@ -46,24 +46,24 @@ def load_checkpoint_in_model(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> None:
-    """Reads weights into a model: all of them, or it raises. No collective: a rank that calls it reads by itself.
+    """Reads weights into a model: all, or it raises. No collective: a calling rank reads by itself.
 
-    Parameters and buffers stay the same objects, and names that share memory stay tied: one of them is
-    needed in the files. `offload_*` and other values of the last two than their defaults are refused.
+    Parameters and buffers stay the same objects, and names that share memory stay tied: the files
+    need one of them. `offload_*` and other values of the last two than their defaults are refused.
 
     Args:
-        model: what is inside a compiled or data-parallel wrapper is filled; of shards, what this rank has.
-        checkpoint: a `.safetensors` or `.bin` file; an `.index.json`; or a directory with a checkpoint of one
-            model, model.safetensors, pytorch_model.bin, an index of these, or a single `.safetensors` file.
+        model: inside a compiled or data-parallel wrapper it is filled; of shards, this rank's.
+        checkpoint: a `.safetensors`, `.bin` or `.index.json` file; or a directory with a checkpoint
+            of one model, model.safetensors, pytorch_model.bin, an index, or a lone `.safetensors`.
         device_map: {"": device} moves the model there first. Not for shards.
-        dtype: which floating tensors that are read have afterwards; None: their own. Not for shards.
+        dtype: of floating tensors that are read, afterwards; None: their own. Not for shards.
         keep_in_fp32_modules: names of modules below which all is float32 whatever `dtype` says.
         strict: False reads what fits, and warns of the rest.
 
     Raises:
-        CheckpointError: if a file is damaged or none of weights, or does not fit, with a list. The model
+        CheckpointError: if a file is damaged, has no weights or does not fit (a list). The model
             is as it was, unless the message says that it is filled in part.
-        FileNotFoundError, NotInstalledError, ValueError: if nothing is there; for what is not offered.
+        FileNotFoundError, NotInstalledError, ValueError: if nothing is there; if not offered.
     """
     if asked := _asked(
         offload_folder=(offload_folder, None),
@@ -104,10 +104,10 @@ def load_checkpoint_in_model(
 
 
 def load_weights(state: State, checkpoint: str | os.PathLike[str], name: str) -> None:
-    """Reads weights into the entries of a model, as the hook `model_state` gives them: all of them, or it raises.
+    """Reads weights into a model's entries, as the hook `model_state` gives them: all, or raises.
 
-    No collective: each rank reads what it has of them, cast to the dtypes in the state. `checkpoint`,
-    and what is raised, are as for `load_checkpoint_in_model`; `name` is that of the model in messages.
+    No collective: each rank reads what it has of them, in the dtypes of the state. `checkpoint`
+    and errors are as for `load_checkpoint_in_model`; `name` is that of the model in messages.
     """
     slots = slots_of(state)
     with ExitStack() as files:
@@ -201,7 +201,7 @@ def _contradiction(tied: Sequence[Stored], stored: Stored) -> str | None:
 
 
 def _slabs(stored: Stored) -> Iterator[Box]:
-    """Boxes of a tensor that follow each other, so small that two of them need no memory worth mentioning."""
+    """Consecutive boxes of a tensor, so small that two of them need little memory."""
     assert stored.dtype is not None, "it fits"
     nbytes = math.prod(stored.shape) * stored.dtype.itemsize
     if nbytes <= _SLAB:

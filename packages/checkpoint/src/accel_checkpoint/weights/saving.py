@@ -1,12 +1,12 @@
-"""A model's weights as plain files that any library loads: what `Accelerator.save_model` and `Accelerator.save` write.
+"""A model's weights as plain files for any library: `Accelerator.save_model` and `.save`.
 
     model.safetensors                       everything, if it fits into one file; else
     model-00001-of-00003.safetensors, …     the parts, and
     model.safetensors.index.json            which tensor is in which part
 
-With `safe_serialization=False` the same, named `pytorch_model` and `.bin`, by `torch.save`. Saving again is safe: new files
-are written under temporary names and synced to the disk, then renamed, the one through which readers enter last; only then
-our stale parts are removed. Tied weights are written once; their further names stand in the metadata under "aliases".
+With `safe_serialization=False` the same, named `pytorch_model` and `.bin`, by `torch.save`. New
+files are synced under temporary names, then renamed, the entry for readers last; then our old
+parts are removed. Tied weights are written once; other names are metadata, "aliases".
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def save_weights(
     safe_serialization: bool,
     world: World,
 ) -> None:
-    """Writes the weights of a model. A collective, which returns, or raises, on every rank when all is on the disk.
+    """Writes a model's weights. A collective: it returns or raises when all is on the disk.
 
-    `weights` are the unwrapped model or a state dict, which only the main process reads, or a gathering on every rank.
+    `weights` are the model or a state dict, read by the main process only, or a gathering on each.
     """
     if isinstance(weights, WeightGather):
         write = partial(write_weights, weights, directory, max_shard_size, safe_serialization)
@@ -68,7 +68,7 @@ def write_weights(
     max_shard_size: int | str = "10GB",
     safe_serialization: bool = True,
 ) -> None:
-    """Writes the weights on the main process. Not a collective; reads a gathering within its `together`."""
+    """Writes the weights on the main process. No collective; reads a gathering in `together`."""
     limit = parse_size(max_shard_size)
     folder, files = Path(directory), _SAFETENSORS if safe_serialization else _PICKLED
     if folder.exists() and not folder.is_dir():
@@ -105,9 +105,9 @@ def save(
     world: World,
     save_on_each_node: bool = False,
 ) -> None:
-    """Writes one object on the main process, or on that of each node; a file is replaced as a whole. Not a collective.
+    """Writes one object on the main process, or each node's; replaces a whole file. No collective.
 
-    What cannot be written raises TypeError or ValueError; tensors of which each rank has a part, on every rank that calls.
+    What cannot be written raises TypeError or ValueError; sharded tensors do so on every rank.
     """
     _refuse_parts(obj)
     if not (world.is_local_main if save_on_each_node else world.is_main):
@@ -180,7 +180,7 @@ class _Files:
         return next((name for name in (self.single, self.index) if (folder / name).is_file()), None)
 
     def ours(self, folder: Path) -> list[str]:
-        """The files of this format, the entries first, and what a kill left of such: `<name>.<8 digits>.tmp`."""
+        """The files of this format, entries first, and temporary ones: `<name>.<8 digits>.tmp`."""
         part = rf"{re.escape(self.stem)}(?:(?:-previous)?-\d{{5}}-of-\d{{5}})?{re.escape(self.suffix)}"
         pattern = re.compile(rf"(?:{part}|{re.escape(self.index)})(?:\.[0-9a-f]{{8}}\.tmp)?")
         names = [path.name for path in folder.iterdir() if pattern.fullmatch(path.name)]
@@ -221,7 +221,7 @@ def _split(tensors: Tensors, aliases: Aliases, limit: int) -> list[_Part]:
 
 
 def _publish(folder: Path, files: _Files, parts: list[_Part], read: Read) -> None:
-    """Writes all parts under temporary names, and then puts them in the place of the set that is there."""
+    """Writes all parts under temporary names, then puts them in the place of the old set."""
     names = files.names(len(parts))
     _remove(folder, [name for name in files.ours(folder) if name.endswith(".tmp")])  # a killed save left them
     staged: dict[Path, Path] = {}
@@ -245,9 +245,9 @@ def _publish(folder: Path, files: _Files, parts: list[_Part], read: Read) -> Non
 
 
 def _free_names(folder: Path, files: _Files, names: list[str]) -> None:
-    """Lets the index that is there point to other names of its parts, where the new set is about to take theirs.
+    """Lets the existing index name its parts otherwise, if the new set takes their names.
 
-    Parts are replaced one by one: an index that went on naming them would describe a mixture of two models.
+    Parts are replaced one by one: an index that named them would describe a mixture of two models.
     """
     index = folder / files.index
     if not index.is_file():

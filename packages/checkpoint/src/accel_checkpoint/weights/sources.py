@@ -1,4 +1,4 @@
-"""Tensors of weight files, one at a time: safetensors, what `torch.save` writes if it is nothing but tensors, and the
+"""Tensors of weight files, one at a time: safetensors, `torch.save` files of tensors only, and the
 model in a checkpoint of `save_state`, whose hashes are verified while it is read.
 
 Nothing in a file is ever run. The layout of a safetensors file is checked by its library; the data
@@ -42,7 +42,7 @@ _DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 
 
 class Stored(NamedTuple):
-    """A tensor in a file. Tied weights have one `file` and `key`. `read_box` fills a tensor, of any dtype and on any device."""
+    """A tensor in a file; tied ones share `file` and `key`. `read_box` fills any tensor."""
 
     file: Path
     key: str
@@ -58,10 +58,10 @@ class Stored(NamedTuple):
 
 
 def stored_in(checkpoint: Path, files: ExitStack, model: int | None = None) -> dict[str, Stored]:
-    """By name what a checkpoint, a file, an index or a directory holds. Files stay open as long as `files`.
+    """The stored tensors of a checkpoint, file, index or directory, by name, until `files` closes.
 
-    `model` is the number of one in a checkpoint that holds several. CheckpointError is raised for what is
-    damaged or holds no weights, FileNotFoundError if nothing is there, ValueError for a wrong path or number.
+    `model` is the number of one of several in a checkpoint. CheckpointError is raised for what is
+    damaged or no weights, FileNotFoundError if nothing is there, ValueError for a wrong argument.
     """
     held = _stored_in_checkpoint(checkpoint, files, model)
     if held is not None:
@@ -103,7 +103,7 @@ def _nothing_in(directory: Path, unnamed: Sequence[str]) -> FileNotFoundError:
 
 
 def _stored_in_checkpoint(folder: Path, files: ExitStack, model: int | None) -> dict[str, Stored] | None:
-    """The weights of one model in a checkpoint. None if there is no checkpoint, or if it has no model, but left it to hooks."""
+    """The weights of one model in a checkpoint; None if there is none, or it was left to hooks."""
     found = unseal(folder)
     if isinstance(found, Flaw) and found.kind not in ("newer", "damaged"):
         return None
@@ -235,7 +235,7 @@ def _aliases(path: Path, metadata: Mapping[str, str], stored: Mapping[str, Store
 def _read_box(
     file: FileIO, position: int, dtype: torch.dtype | None, shape: tuple[int, ...], box: Box, target: torch.Tensor
 ) -> None:
-    """Fills a tensor with a box of what lies at a position: its own memory if it can be, else by way of a copy."""
+    """Fills a tensor with a box of stored data: in its own memory if possible, else by a copy."""
     plain = target.device.type == "cpu" and target.is_contiguous() and not (target.is_conj() or target.is_neg())
     direct = plain and target.dtype == dtype
     memory = target if direct else torch.empty(target.shape, dtype=dtype)
@@ -253,7 +253,7 @@ def _read_box(
 
 
 def _runs(shape: tuple[int, ...], box: Box) -> Iterator[range]:
-    """The elements of a box that is not empty, as they follow each other in the whole tensor, in row-major order."""
+    """The elements of a non-empty box in runs of the whole tensor, in row-major order."""
     cut = len(shape)
     while cut and box.sizes[cut - 1] == shape[cut - 1]:
         cut -= 1  # what is whole in the last dims hangs together, and the dim before them goes with it

@@ -1,4 +1,4 @@
-"""One file of named tensors: as safetensors or by `torch.save`, written beside its destination and then put in its place.
+"""A file of named tensors: as safetensors or by `torch.save`, written aside, then put in place.
 
 The safetensors format is written here, and not by `safetensors.torch`, because that needs NumPy,
 holds the whole file in CPU memory, makes files that only their owner can read, and reports a full
@@ -34,10 +34,10 @@ SAFETENSORS_DTYPES = {
 
 
 def untie(tensors: Mapping[str, Any], awaited: Collection[str] = ()) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The tensors without repetitions, and each name left out with the first, under which its tensor is kept.
+    """The tensors without repetitions, and each other name with the first, which keeps its tensor.
 
-    Only names of the very same memory are tied. `awaited` names tensors on the meta device whose data come
-    later. ValueError names the values that are not plain, dense tensors with data.
+    Only names of the same memory are tied. `awaited` names tensors on the meta device whose data
+    come later. ValueError names the values that are not plain, dense tensors with data.
     """
     here = {name: value for name, value in tensors.items() if name not in awaited}
     meta = [name for name, value in here.items() if isinstance(value, torch.Tensor) and value.is_meta]
@@ -83,7 +83,7 @@ def check_safetensors(tensors: Tensors) -> None:
 
 
 def write_safetensors(tensors: Tensors, aliases: Aliases, read: Read, file: BinaryIO) -> None:
-    """Writes tensors, each asked of `read` when it is its turn, and dropped. The aliases go into the metadata, as JSON."""
+    """Writes tensors, each from `read` in turn, then dropped; aliases as JSON in the metadata."""
     metadata = {"format": "pt"}  # transformers refuses files that do not say so
     if aliases:
         metadata["aliases"] = json.dumps(aliases)
@@ -94,12 +94,12 @@ def write_safetensors(tensors: Tensors, aliases: Aliases, read: Read, file: Bina
 
 
 def in_order(tensors: Tensors) -> list[str]:
-    """The names by falling size of elements: so every tensor lies at a multiple of its own, and readers map it without a copy."""
+    """The names by falling element size: so tensors are aligned, and readers map without a copy."""
     return sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
 
 
 def header_of(tensors: Tensors, metadata: Mapping[str, str], alignment: int) -> bytes:
-    """The bytes before tensors that lie end to end in this order. A dtype that safetensors lacks stands there as bytes."""
+    """The bytes before tensors, end to end in this order; dtypes safetensors lacks are bytes."""
     entries: dict[str, Any] = {"__metadata__": metadata}
     position = 0
     for name, tensor in tensors.items():
@@ -122,7 +122,7 @@ def _write_data(tensor: torch.Tensor, file: BinaryIO) -> None:
 
 
 def write_pickled(tensors: Tensors, aliases: Aliases, read: Read, file: BinaryIO) -> None:
-    """Writes all names with `torch.save`, for which all data are read at once; `weights_only=True` loads it, ties stay."""
+    """Writes all with `torch.save`, all data in memory; `weights_only=True` loads it, with ties."""
     alone = {name: _alone(read(name)) for name in tensors}
     torch_save(alone | {alias: alone[kept] for alias, kept in aliases.items()}, file)
 
@@ -134,7 +134,7 @@ def _alone(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def torch_save(obj: Any, file: BinaryIO) -> None:
-    """`torch.save`, but a failure of the file is raised as such: its zip writer covers it with "unexpected pos"."""
+    """`torch.save`, but a file's failure is raised as such; its zip writer hides it otherwise."""
     try:
         torch.save(obj, file)
     except RuntimeError as error:
@@ -144,7 +144,7 @@ def torch_save(obj: Any, file: BinaryIO) -> None:
 
 
 def stage(path: Path, write: Write) -> Path:
-    """Writes a temporary file beside `path`, all of it on the disk, and returns it; if that fails, nothing is left of it."""
+    """Writes a temporary file beside `path`, all on the disk; returns it, or leaves nothing."""
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         with temporary.open("xb") as file, _removed_on_failure(temporary):
@@ -173,7 +173,7 @@ def _removed_on_failure(path: Path) -> Iterator[None]:
 
 
 def replace_file(path: Path, write: Write) -> None:
-    """Writes `path` so that readers and crashes see the old file or the new one, and never a part of it."""
+    """Writes `path`: readers and crashes see the old file or the new one, never a part."""
     temporary = stage(path, write)
     with _removed_on_failure(temporary):
         temporary.replace(path)

@@ -14,7 +14,7 @@ from accel_core.api.layouts import Alias, Box, Elementwise, Entry, Opaque, Piece
 
 
 class Slot(NamedTuple):
-    """A tensor of the model that is filled, with all names under which the model has it; the files need one of them."""
+    """A tensor of the model to fill, with all its names in the model; files need one of them."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...] = ()
@@ -62,7 +62,7 @@ def slots_of(state: State) -> list[Slot]:
 
 
 def moved(model: nn.Module, slots: Iterable[Slot], device: torch.device) -> list[Slot]:
-    """Moves the model, with its ties: those of parameters that share no more than memory would be lost. Returns the new slots."""
+    """Moves the model and its ties, also of parameters that share only memory; the new slots."""
     model.to(device)
     owned = _owned(model)
     found = [_whole(slot.names, _distinct(owned, slot.names)) for slot in slots]

@@ -1,4 +1,4 @@
-"""Checks of a machine and an installation: what `accel test`, `accel env` and `accel doctor` look at.
+"""Checks of a machine and an installation, for `accel test`, `accel env` and `accel doctor`.
 
 setup_job, steps        `accel test` on one rank: the checks in order, and what is said of each
 communication, reading, training, saving    the checks themselves

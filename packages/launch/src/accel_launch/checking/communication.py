@@ -27,7 +27,7 @@ class _Card(NamedTuple):
 
 
 def check_processes(world: World) -> Passed:
-    """That all ranks came, none of them twice, each with a device of its own and the same versions. Collective."""
+    """Checks that all ranks came once, with devices of their own and equal versions. Collective."""
     own = _Card(world.rank, socket.gethostname(), str(world.device), torch.__version__, metadata.version("accel-core"))
     cards: list[_Card] = gather_object([own])
     if [card.rank for card in cards] != list(range(world.size)):

@@ -1,4 +1,4 @@
-"""Whether each rank reaches each other one, by plain connections: what cannot be reached is named, and holds nobody up."""
+"""Plain connections from each rank to each other one, with a time limit; names those that fail."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Door(NamedTuple):
 
 
 class DoorKeeper:
-    """Answers the others with one byte, at the address of this machine that lies towards `towards`, the meeting point."""
+    """Answers the others with one byte, at this machine's address on the way to `towards`."""
 
     def __init__(self, towards: str) -> None:
         host = bound_address() or address_towards(towards) or socket.gethostname()

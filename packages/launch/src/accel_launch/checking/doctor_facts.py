@@ -28,7 +28,7 @@ _OWN = re.compile(
 
 
 def facts(place: Place) -> dict[str, Any]:
-    """Versions, variables, limits and names of this process's machine, as JSON has them. No collective."""
+    """Versions, variables, limits and names of this process's machine, as JSON. No collective."""
     names = sorted({str(each.metadata["Name"]) for each in metadata.distributions()})
     ours = {name: metadata.version(name) for name in names if name.startswith("accel-")}
     return {

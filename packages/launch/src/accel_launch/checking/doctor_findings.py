@@ -1,4 +1,4 @@
-"""From the reports of all ranks to what is wrong and what to do about it, and the page that `accel doctor` prints."""
+"""Findings and advice from the reports of all ranks, and the page that `accel doctor` prints."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _of_rank(report: Report) -> Iterator[Finding]:
 
 
 def _of_machines(reports: list[Report]) -> Iterator[Finding]:
-    """What differs between machines, names that do not resolve, and limits that are low."""
+    """Differences between machines, names that do not resolve, and low limits."""
     found = _machines(reports)
     for what, advice in (("versions", "Install the same on all machines."), ("variables", "Set it alike, or nowhere.")):
         for name in sorted({name for report in found.values() for name in report[what]}):
@@ -153,7 +153,7 @@ def print_page(reports: list[Report], findings: list[Finding], size: int) -> Non
 
 
 def as_json(reports: list[Report], findings: list[Finding]) -> dict[str, Any]:
-    """The page as JSON has it: whether there is no problem, all findings, and all reports by rank."""
+    """The page as JSON: whether there is no problem, all findings, and all reports by rank."""
     return {
         "healthy": not any(finding.is_problem for finding in findings),
         "findings": [finding._asdict() for finding in findings],

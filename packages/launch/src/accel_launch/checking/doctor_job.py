@@ -1,4 +1,4 @@
-"""One rank of `accel doctor`: looks at its machine, tries the others, and hands in what it found; rank 0 prints all of it.
+"""One rank of `accel doctor`: examines its machine, tries the others, reports; rank 0 prints all.
 
 The examination runs in a thread: whatever gets stuck, the rank hands in its report in time, and
 says where it was stuck.
@@ -62,7 +62,7 @@ def _meet(place: Place, patience: float) -> dist.Store:
 
 
 def _examine_in_time(report: Report, examination: Callable[[], None], patience: float) -> None:
-    """Runs an examination for as long as there is patience, and notes in the report how it ended."""
+    """Runs an examination for at most `patience` seconds, and reports how it ended."""
 
     def examined() -> None:
         try:
@@ -80,7 +80,7 @@ def _examine_in_time(report: Report, examination: Callable[[], None], patience: 
 
 
 def _examine(report: Report, place: Place, store: dist.Store) -> None:
-    """Doors first: where one does not open, a process group would wait for it, and not say which."""
+    """Tries the doors before a process group, which would wait for one without naming it."""
     assert place.address is not None, "the ranks have met there"
     start = time.perf_counter()
     report["step"] = "meeting the others at the store"

@@ -32,7 +32,7 @@ _GIB = 1 << 30
 
 
 def describe(config_file: str | None = None) -> dict[str, Any]:
-    """Everything, as JSON has it: section → what → value. `config_file` is whose content is shown; None: the user's own."""
+    """Everything as JSON: section → what → value. `config_file` None: the user's own file."""
     return {
         "system": _system(),
         "torch": _torch(),
@@ -116,7 +116,7 @@ def _devices() -> dict[str, str]:
 
 
 def _distributions() -> dict[str, str]:
-    """Ours, those that offer anything to accel-core, and what these wrap: versions of what is installed."""
+    """Versions of our distributions, of those that offer to accel-core, and of what these need."""
     installed = {_folded(each.metadata["Name"]): each for each in metadata.distributions() if each.metadata["Name"]}
     ours = {
         name

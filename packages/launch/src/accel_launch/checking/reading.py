@@ -17,7 +17,7 @@ _FAULT = "The loader is at fault: `accel plugins` says who brings it."
 
 
 def check_order(accelerator: Accelerator, shard: Shard) -> Passed:
-    """That `gather_for_metrics` over a prepared loader gives what one process would read. Collective."""
+    """Checks that `gather_for_metrics` over a loader gives what one process reads. Collective."""
     rows = _ROWS * shard.count if accelerator.split_batches else _ROWS
     # A tail that does not divide has to be filled up, and not counted; where nothing is filled up, ranks would come apart.
     samples = _ROWS * shard.count * _ROUNDS + (0 if accelerator.even_batches is False else 3)

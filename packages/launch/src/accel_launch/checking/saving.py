@@ -27,10 +27,10 @@ _FAULT = "The strategy is at fault: `accel plugins` says who brings it."
 def check_checkpoint(
     make: Callable[[bool], Accelerator], world: World, shard: Shard, replicated: bool, folder: Path | None
 ) -> Passed:
-    """That weights and optimizer come back as they were saved. Collective.
+    """Checks that weights and optimizer come back as they were saved. Collective.
 
-    `make` gives an Accelerator as configured, which saves on each machine by itself if that is asked for. A new folder is made in
-    `folder`, and removed again; None: in that for temporary files of each machine.
+    `make` gives a configured Accelerator; given True, one that saves on each machine by itself.
+    A new folder is made in `folder`, and removed again; None: in each machine's temporary folder.
     """
     apart = world.local_size != world.size and folder is None
     if apart and not replicated:

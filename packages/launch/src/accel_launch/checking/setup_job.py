@@ -1,4 +1,4 @@
-"""`accel test` on one rank: started by a launcher like any script, as the module `accel_launch.checking.setup_job`."""
+"""`accel test` on one rank: a launcher starts `accel_launch.checking.setup_job` as a module."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Listener:
-    """Learns where the strategy puts this rank: its world, its layout, and whether all ranks have all parameters."""
+    """Notes this rank's world and layout, and whether all ranks have all parameters."""
 
     layout: Layout
     world: World
@@ -46,7 +46,7 @@ class Check:
         self.accelerator = self._accelerator()
 
     def run(self) -> bool:
-        """Prints what comes of each check, and the verdict. Returns whether all have passed. Collective."""
+        """Prints each check's result, and the verdict. Returns whether all pass. Collective."""
         rank = self._listener
         world, shard, steps = rank.world, rank.layout.shard, Steps(rank.world)
         steps.run("processes", partial(check_processes, world))

@@ -1,4 +1,4 @@
-"""The checks of `accel test`, one after another on all ranks: each has passed where it passed on every rank."""
+"""The checks of `accel test`, one after another on all ranks: each passes if every rank passes."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ if TYPE_CHECKING:
 
 
 class CheckError(Exception):
-    """A check has found something: what was expected, what was found, what to do. Raised on any rank."""
+    """A check has found something: expected, found, what to do. Raised on any rank."""
 
 
 class Passed(NamedTuple):
-    """What a check that passed has looked at, in words (empty: at nothing), and what it could not."""
+    """The words on what a passed check has looked at (empty: nothing), and what it could not."""
 
     text: str
     doubt: str = ""
 
 
 class _Failed(NamedTuple):
-    """What is wrong on one rank; of errors that no check expects, where they came from."""
+    """The problem on one rank; of errors that no check expects, their traceback."""
 
     text: str
     where: str = ""
 
 
 class Steps:
-    """Runs checks and prints what comes of each, on the main process. All ranks run the same ones in the same order."""
+    """Runs checks, in the same order on all ranks, and prints their results on the main process."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self.failed: list[str] = []
 
     def run(self, name: str, check: Callable[[], Passed]) -> None:
-        """Runs one check; collective. Where it raises on one rank only, no other rank may be left in a collective."""
+        """Runs a check; collective. If it raises on one rank, none may be left in a collective."""
         start = time.perf_counter()
         outcome: Passed | _Failed
         try:

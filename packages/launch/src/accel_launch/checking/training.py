@@ -1,4 +1,4 @@
-"""Whether training under the configured strategy and precision is that of one process, which every rank runs beside it."""
+"""Compares training under the configured strategy and precision with that of one process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ have come. Ranks that do not average their gradients are further off than that w
 
 
 class Training:
-    """A small model that trains as configured, on data that differs between the ranks, which have the `shard` of each batch."""
+    """A small model that trains as configured, on each rank's `shard` of each batch."""
 
     def __init__(self, accelerator: Accelerator, shard: Shard) -> None:
         self.accelerator, self.shard = accelerator, shard
@@ -42,7 +42,7 @@ class Training:
         return [next(self._batches) for _ in range(count)]
 
     def step(self, batch: Batch, micro_batches: int = 1) -> float:
-        """Trains on a rank's part of a global batch, in one step of the optimizer. Returns the loss of all ranks. Collective."""
+        """Trains on a rank's part of a batch, in one step; returns the loss of all. Collective."""
         losses = []
         for x, y in zip(*(_micro_batches(each, micro_batches) for each in batch), strict=True):
             with self.accelerator.accumulate(self.model):
@@ -62,14 +62,14 @@ class Training:
         self._its_optimizer.zero_grad()
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """A copy of the weights, whole, on the main process; on others it may be empty. Collective."""
+        """A copy of the whole weights on the main process; may be empty on others. Collective."""
         return {name: value.detach().clone() for name, value in self.accelerator.get_state_dict(self.model).items()}
 
     def _own(self, batch: torch.Tensor) -> torch.Tensor:
         return batch.chunk(self.shard.count)[self.shard.index]
 
     def deviation(self) -> float:
-        """The weights' distance from one process's, relative to the latter's change; on every rank. Collective."""
+        """Distance to one process's weights, relative to their change; everywhere. Collective."""
         weights = self.weights()
         told: list[Any] = [None]
         if self.accelerator.is_main_process:
@@ -83,7 +83,7 @@ class Training:
 
 
 def check_training(accelerator: Accelerator, shard: Shard, micro_batches: int = 1) -> Passed:
-    """That some steps, each of as many micro-batches as are accumulated, end where those of one process do. Collective."""
+    """Checks that steps of `micro_batches` each end where one process's do. Collective."""
     training = Training(accelerator, shard)
     losses = []
     for batch in training.take(STEPS):
@@ -123,7 +123,7 @@ def _make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def _batches(shards: int, device: torch.device) -> Iterator[Batch]:
-    """Global batches. What is wanted of one shard is the opposite of what is wanted of the next: left alone, ranks drift apart."""
+    """Global batches; neighbouring shards want opposite targets: ranks left alone drift apart."""
     generator = torch.Generator().manual_seed(11)
     while True:
         x = torch.randn(shards * ROWS, WIDTH, generator=generator)

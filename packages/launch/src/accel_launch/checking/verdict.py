@@ -1,4 +1,4 @@
-"""What a job of `accel test` or `accel doctor` is told by the command, and how its verdict comes there."""
+"""The options that a job of `accel test` or `accel doctor` gets, and the verdict that it leaves."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def options() -> argparse.ArgumentParser:
 def leave(given: argparse.Namespace, *, is_good: bool) -> int:
     """Hands the verdict over, and returns the exit status of this rank.
 
-    A rank that has become the command answers by its status. Otherwise a launcher still runs, which would take another one than 0
-    for a rank that broke down.
+    A rank that has become the command answers by its status. Otherwise a launcher still runs, which
+    would take another one than 0 for a rank that broke down.
     """
     if given.launcher == os.getpid():
         return int(not is_good)

@@ -147,7 +147,7 @@ def _validate(command_line: CommandLine, catalog: Catalog) -> int:
 
 
 def _check_backend(name: str) -> None:
-    """Raises `SettingsError` for what is no backend of `torch.compile`; slow (imports its compiler), so for files only."""
+    """Raises `SettingsError` for no backend of `torch.compile`; slow, so for files only."""
     if name.lower() in {"no", "eager"}:
         return
     import torch

@@ -26,7 +26,7 @@ SWITCHES: Mapping[str, Switch] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Find out why processes do not meet or talk: each pair of ranks, versions and variables of each machine, and what to do.
+    """Find out why processes do not meet or talk: pairs of ranks, versions, variables, advice.
 
     Takes the options of `accel launch`, on every machine of a run as that does, and needs no
     script. Under Slurm, MPI or torchrun it examines the processes that are there. The exit status

@@ -10,7 +10,7 @@ from accel_launch.output import say
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print what to paste into a bug report: versions, devices, settings. Values that look secret are left out."""
+    """Print facts for a bug report: versions, devices, settings. Apparent secrets are left out."""
     from accel_launch.checking.environment import describe, text
 
     parser = argparse.ArgumentParser(prog="accel env", description=main.__doc__)

@@ -1,4 +1,4 @@
-"""The common part of `accel test` and `accel doctor`: a job of ours, started like a script, leaves a verdict."""
+"""The common part of `accel test` and `accel doctor`: starts a job of ours, reads its verdict."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def examine(
     job: str,
     words: Callable[[CommandLine], list[str]],
 ) -> tuple[int, bool | None]:
-    """Reads the command line of `accel name`, and runs the module `job`, with `words` of it, on every rank.
+    """Reads the command line of `accel name`, and runs the module `job` with `words` on every rank.
 
-    Returns the exit status of the run, and the verdict: None if the job broke off. Help that was asked for is printed, and all
-    is well. Where one process is started, this one becomes the job, and the function does not return.
+    Returns the exit status of the run, and the verdict: None if the job broke off. Help is printed
+    if asked for, with a good verdict. To start one process, this one becomes the job: no return.
     """
     catalog = Catalog()
     command_line = parse(sys.argv[2:] if arguments is None else arguments, catalog, switches)

@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def resolve_line(command_line: CommandLine, catalog: Catalog) -> Resolved:
-    """Resolves a command line, this process's environment and the file; prints notes to standard error."""
+    """Resolves a command line, the environment and the file; prints notes to standard error."""
     file = load(command_line.text("config_file"), os.environ)
     resolved = resolve(catalog, command_line, file, os.environ)
     for note in resolved.notes:
@@ -60,7 +60,7 @@ def resolve_line(command_line: CommandLine, catalog: Catalog) -> Resolved:
 
 
 def run(resolved: Resolved, program: Program) -> int:
-    """Starts a program as it was resolved, and returns its exit status. Raises `LaunchError` if this machine cannot start it so."""
+    """Starts a resolved program, returns its exit status; `LaunchError` if it cannot start here."""
     program.check(os.environ)
     plan = make_plan(resolved.launch, bool(resolved.get("cpu").value), os.environ)
     return start(plan, program, {**os.environ, CHANNEL: resolved.channel})

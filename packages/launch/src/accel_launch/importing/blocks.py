@@ -1,4 +1,4 @@
-"""Rules for the keys of the blocks of Accelerate's files: block → key without the block's prefix → rule."""
+"""Rules for the keys of the blocks of Accelerate's files: block → key without its prefix → rule."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Block(NamedTuple):
     Args:
         rules: key without the block's prefix → rule.
         distributed_type: under which Accelerate reads the block; empty: always.
-        left: why any other key of the block is left; empty where other keys are unknown to Accelerate.
+        left: why any other key of the block is left; empty if Accelerate does not know others.
     """
 
     rules: Mapping[str, Rule]

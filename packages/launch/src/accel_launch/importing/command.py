@@ -18,11 +18,11 @@ from accel_launch.settings.files import own_path, read, write
 
 
 def import_file(source: Path | None, target: Path, force: bool = False) -> int:
-    """Writes what a file of Accelerate's says as a file of ours; prints what was carried over and what was not.
+    """Writes a file of ours from a file of Accelerate's; prints what was carried over and what not.
 
     `source` is None for the first of the places where Accelerate keeps its own. A target that says
-    something else is replaced with `force` only. Raises `ValueError` if there is no file, if it is not
-    in Accelerate's format, or if the target may not be replaced.
+    something else is replaced with `force` only. Raises `ValueError` if there is no file, if it is
+    not in Accelerate's format, or if the target may not be replaced.
     """
     found = _find(source)
     imported = translate(_read(found))
@@ -76,7 +76,7 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 def _check_target(source: Path, target: Path, data: Mapping[str, Any], force: bool) -> bool:
-    """Whether the target says so already. Raises `ValueError` if it says something else, and may not be replaced."""
+    """Whether the target says so already. Raises `ValueError` if it may not be replaced."""
     if not target.exists():
         return False
     if target.resolve() == source.resolve():
@@ -106,7 +106,7 @@ def _comments(catalog: Catalog, data: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _say_missing(catalog: Catalog, imported: Imported) -> None:
-    """Says which of the components that the file chooses are not installed, and how to install them."""
+    """Prints which components that the file chooses are missing, and how to install them."""
     for role in ROLES:
         for name in chosen_names(role, imported.data.get(role)):
             try:

@@ -21,7 +21,7 @@ def sharding(peer: PeerFile, value: Any) -> Outcome:
 
 
 def reshard(peer: PeerFile, value: Any) -> Outcome:
-    """`fsdp_reshard_after_forward`: a sharding strategy in the first generation, a truth value in the second."""
+    """`fsdp_reshard_after_forward`: a sharding strategy in FSDP's version 1, a bool in 2."""
     if peer.fsdp_version != 1:
         return carry(_RESHARD, bool)(peer, value)
     name, other = sharding_strategy(value), peer.sharding_strategy

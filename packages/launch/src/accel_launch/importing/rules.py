@@ -1,4 +1,4 @@
-"""Rules for one key of the other file: it is carried over under a name of ours, or left with a reason."""
+"""Rules for one key of Accelerate's file: carried over to a key of ours, or left with a reason."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ NOTHING = Carry({})
 
 
 class PeerFile:
-    """A file of Accelerate's, with its keys in one spelling: those of a block without the block's prefix.
+    """A file of Accelerate's in one spelling: keys of a block have no prefix of the block.
 
     Args:
         data: as the file has them.
@@ -64,7 +64,7 @@ class PeerFile:
         return same(self.data.get(key), True)
 
     def block(self, name: str) -> Mapping[str, Any]:
-        """A block such as `fsdp_config`: key without prefix → value. Where one key stands twice, the longer spelling counts."""
+        """A block such as `fsdp_config`: key without prefix → value, of the longer spelling."""
         found = self.data.get(name)
         if not isinstance(found, Mapping):
             return {}
@@ -83,7 +83,7 @@ class PeerFile:
 
     @property
     def sharding_strategy(self) -> str:
-        """The sharding strategy of the first generation of FSDP, such as "FULL_SHARD"; empty if not given."""
+        """The sharding strategy of FSDP's version 1, such as "FULL_SHARD"; empty if not given."""
         given = self.block("fsdp_config").get("sharding_strategy")
         return "" if given is None else sharding_strategy(given)
 
@@ -112,7 +112,7 @@ Rule: TypeAlias = Callable[[PeerFile, Any], Outcome]
 
 
 def carry(new: str, kind: Any, nothing: Sequence[Any] = (), names: Mapping[str, Any] = _NO_NAMES) -> Rule:
-    """The value goes to our key `new`, as one of type `kind`, unless it is among `nothing`; `names` maps texts of theirs, in capitals."""
+    """Carries the value to our key `new`, as `kind`, unless in `nothing`; `names`: TEXT → value."""
 
     def rule(_: PeerFile, value: Any) -> Outcome:
         if any(same(value, each) for each in nothing):
@@ -132,7 +132,7 @@ def leave(reason: str, nothing: Sequence[Any] = ()) -> Rule:
 
 
 def only_if(holds: Callable[[PeerFile], bool], reason: str, rule: Rule, nothing: Sequence[Any] = ()) -> Rule:
-    """Applies `rule` where `holds`; else the value is left, with this reason, unless it is among `nothing`."""
+    """Applies `rule` where `holds`; else leaves the value with this reason, but for `nothing`."""
     otherwise = leave(reason, nothing)
     return lambda peer, value: (rule if holds(peer) else otherwise)(peer, value)
 
@@ -148,7 +148,7 @@ def says_nothing(value: Any) -> bool:
 
 
 def same(value: Any, other: Any) -> bool:
-    """Whether both are the same, where yes may be "yes" and 1 may be "1", as YAML 1.1 and 1.2 read them."""
+    """Whether both are the same; yes may be "yes" and 1 may be "1", as in YAML 1.1 and 1.2."""
     if isinstance(other, str):
         return str(value).strip().casefold() == other.casefold()
     try:
@@ -158,7 +158,7 @@ def same(value: Any, other: Any) -> bool:
 
 
 def plain(block: str, key: str) -> str:
-    """A key of a block without the prefix that Accelerate puts before some: "fsdp_version" of `fsdp_config` is "version"."""
+    """A key without Accelerate's prefix: "fsdp_version" of `fsdp_config` is "version"."""
     return key.removeprefix(PREFIXES.get(block, ""))
 
 

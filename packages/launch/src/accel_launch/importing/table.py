@@ -1,4 +1,4 @@
-"""Rules for the keys of the top level of Accelerate's files: key → rule, in the order of the result."""
+"""Rules for the top-level keys of Accelerate's files: key → rule, in the order of the result."""
 
 from __future__ import annotations
 

@@ -62,8 +62,8 @@ class Imported:
 def translate(data: Mapping[str, Any]) -> Imported:
     """Translates a file of Accelerate's. Every key ends either in `carried` or in `left`.
 
-    A key whose value has no exact counterpart is left, with a reason that says what to do instead. Keys
-    and values of older versions are understood too. Raises `ValueError` if the file is for SageMaker,
+    A key whose value has no exact counterpart is left, with a reason that says what to do. Keys and
+    values of older versions are understood too. Raises `ValueError` if the file is for SageMaker,
     where runs are not started from here.
     """
     if str(data.get("compute_environment", "")).strip().upper() == "AMAZON_SAGEMAKER":
@@ -94,7 +94,7 @@ def translate(data: Mapping[str, Any]) -> Imported:
 
 
 def _outcomes(peer: PeerFile) -> Iterator[tuple[str, Any, Outcome]]:
-    """Every key, its value, and what becomes of it, in the order of the table; unknown ones come last."""
+    """Every key, its value and its outcome, in the order of the table; unknown ones are last."""
     yield from _known(peer, "", peer.data, TOP)
     for name, block in BLOCKS.items():
         content = peer.data.get(name)

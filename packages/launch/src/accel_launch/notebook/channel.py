@@ -1,4 +1,4 @@
-"""The file without a name by which a launcher of notebooks and its ranks talk: the ranks' standard input.
+"""The unnamed file between a launcher of notebooks and its ranks: the ranks' standard input.
 
 It is in no folder, so that nobody else can put a pickle there, and it is gone with the last process
 that has it. Each record says whose it is: the first is the work for all ranks, the others are what
@@ -24,7 +24,7 @@ WORK = -1
 
 @contextmanager
 def opened(work: bytes) -> Iterator[int]:
-    """A block in which processes that are started find the file as their standard input. Gives its descriptor."""
+    """A block in which started processes have the file as standard input. Gives its descriptor."""
     with tempfile.TemporaryFile() as file:
         append(file.fileno(), WORK, work)
         before = os.dup(0)
@@ -45,7 +45,7 @@ def take_over() -> int:
 
 
 def append(descriptor: int, whose: int, content: bytes) -> None:
-    """Adds a record, in place of one that a process did not live to write. One process at a time does so."""
+    """Adds a record, in place of an incomplete one. One process at a time does so."""
     left = memoryview(_HEAD.pack(whose, len(content)) + content)
     fcntl.lockf(descriptor, fcntl.LOCK_EX)
     try:
@@ -69,7 +69,7 @@ def records(descriptor: int) -> dict[int, bytes]:
 
 
 def _whole(descriptor: int) -> Iterator[tuple[int, int, int]]:
-    """The records that were written to their end: whose each is, where its content begins, and its length."""
+    """The complete records: owner, offset of the content, and its length."""
     place, end = 0, os.fstat(descriptor).st_size
     while place + _HEAD.size <= end:
         whose, size = _HEAD.unpack(os.pread(descriptor, _HEAD.size, place))

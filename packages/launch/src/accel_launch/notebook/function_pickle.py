@@ -1,4 +1,4 @@
-"""Pickles of a function and its arguments for the ranks, and of its result or exception for the launcher.
+"""Pickles of a function with its arguments, for the ranks, and of its result, for the launcher.
 
 All of it is pickled by value, so that what is defined in a cell can travel. What belongs to one
 process cannot: it is refused before anything starts, by the name of the variable that holds it.
@@ -41,7 +41,7 @@ class _StaysError(Exception):
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Refuses what belongs to one process, puts tensors of a device on the CPU, and notes what is of `__main__`.
+    """Refuses what belongs to one process, moves tensors to the CPU, notes objects of `__main__`.
 
     A device's index means another device to another rank.
     """
@@ -51,7 +51,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self.own: dict[str, Any] = {}  # classes and functions of `__main__` that it has met, by name
 
     def reducer_override(self, obj: Any) -> Any:
-        """Is asked about every object that is not of a simple built-in type, and about every class and function."""
+        """Handles each object that is not of a simple built-in type, each class and function."""
         if isinstance(obj, _OF_ONE_PROCESS):
             raise _StaysError(f"{_article(obj)} belongs to the process that made it")
         if isinstance(obj, torch.Tensor) and obj.device.type not in {"cpu", "meta"}:
@@ -71,7 +71,7 @@ def _on_cpu(tensor: torch.Tensor) -> Any:
 def packed(call: str, function: Callable[..., Any], args: Sequence[Any]) -> bytes:
     """Pickles a function with its arguments and all of the notebook that it uses.
 
-    Raises `LaunchError`, which begins with `call`, naming the variable or argument that cannot travel, with its type.
+    Raises `LaunchError`, which begins with `call` and names what cannot travel, with its type.
     """
     with _by_value(function):
         try:
@@ -81,7 +81,7 @@ def packed(call: str, function: Callable[..., Any], args: Sequence[Any]) -> byte
 
 
 def unpacked(work: bytes) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Unpickles a function, its arguments, and classes and functions of the notebook by their names."""
+    """Unpickles a function, its arguments, and the notebook's classes and functions by name."""
     function, args, own = pickle.loads(work)  # noqa: S301  (from the memory of the notebook, never from a file)
     return function, args, own
 
@@ -100,7 +100,7 @@ def result_told(result: Any) -> bytes:
 
 
 def failure_told(error: Exception, text: str) -> bytes:
-    """The pickled report of a rank whose function has raised `error`, with the traceback as `text`."""
+    """The pickled report of a rank whose function raised `error`, with the traceback `text`."""
     try:
         travelling = _pickled(error, ())
         unpacked(travelling)
@@ -119,7 +119,7 @@ def _pickled(first: Any, args: tuple[Any, ...]) -> bytes:
 
 @contextmanager
 def _by_value(function: Callable[..., Any]) -> Iterator[None]:
-    """A block in which a function of a module that no other process could import is pickled as if a cell had defined it."""
+    """A block that pickles by value a function of a module that no other process can import."""
     name = str(getattr(function, "__module__", None) or "__main__")
     if name == "__main__" or name not in sys.modules or PathFinder.find_spec(name.partition(".")[0]) is not None:
         yield
@@ -146,7 +146,7 @@ def _stays(call: str, function: Callable[..., Any], args: Sequence[Any], error: 
 
 
 def _culprit(function: Any) -> tuple[str, Any, str] | None:
-    """The first variable of a function that cannot travel: how it uses it, the value, and the reason."""
+    """The first variable of a function that cannot travel: its use, its value, the reason."""
     if not isinstance(function, types.FunctionType):
         return None
     outside = inspect.getclosurevars(function)

@@ -1,4 +1,4 @@
-"""`notebook_launcher` and `debug_launcher`: functions run by several processes, from a cell, a script or a test."""
+"""`notebook_launcher` and `debug_launcher`: run a function in several processes."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def notebook_launcher(
 
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> Any:
-    """Runs a function on several processes of this machine's CPU, to see that it works before it gets devices.
+    """Runs a function on several processes of this machine's CPU, to try it without devices.
 
     They meet at a free port and communicate by gloo, so that what hangs or differs between ranks
     does so here. For everything else see `notebook_launcher`.
@@ -165,7 +165,7 @@ def _plan(launch: LaunchOptions, cpu: bool) -> Plan:
 
 
 def _in_own_words(text: str) -> str:
-    """Rewrites options of the command line as arguments: --rdzv-backend c10d is rdzv_backend=c10d."""
+    """Rewrites command-line options as arguments: --rdzv-backend c10d is rdzv_backend=c10d."""
     text = re.sub(r"--([a-z]+(?:-[a-z]+)+) ([\w:]+)", lambda option: f"{option[1].replace('-', '_')}={option[2]}", text)
     for name, own in _OWN_NAMES.items():
         text = text.replace(name, own)
@@ -235,7 +235,7 @@ def _whole(name: str, value: object, least: int = 0) -> int | None:
 
 
 def _name(function: object, args: object) -> str:
-    """The function's name. Raises `LaunchError` if it is not callable, or `args` is no tuple or list."""
+    """The function's name; `LaunchError` if it is not callable, or `args` is no tuple or list."""
     if not callable(function):
         raise LaunchError(
             f"A launcher was called with {function!r}, expected a function: notebook_launcher(train, (1e-3,))."

@@ -1,4 +1,4 @@
-"""The output of ranks, shown where the caller's own output goes: a cell of a notebook, or what a test captures."""
+"""The output of ranks, shown where the caller's goes: a notebook's cell, or a test's capture."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def is_replaced() -> bool:
 
 
 class Output(threading.Thread):
-    """A block in which what ranks write to files of a folder is copied to `sys.stdout` and `sys.stderr`, line by line.
+    """A block that copies files of ranks' output to `sys.stdout` and `sys.stderr`, line by line.
 
     Kernels that watch their file descriptors stop doing so at the first character that arrives in
-    two parts, so that it is not left to them. Files have names such as stdout-RANK-LOCAL_RANK. `prefix` is what lines begin
-    with; it may contain ${rank}, ${local_rank} and ${role_name}, the `role`.
+    two parts, so that it is not left to them. Files have names such as stdout-RANK-LOCAL_RANK.
+    Lines begin with `prefix`; it may have ${rank}, ${local_rank} and ${role_name}, the `role`.
     """
 
     def __init__(self, folder: Path, prefix: str | None, role: str) -> None:

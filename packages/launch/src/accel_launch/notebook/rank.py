@@ -1,4 +1,4 @@
-"""One rank of a function that `notebook_launcher` runs: started as a program, told by its standard input what to run.
+"""One rank of `notebook_launcher`: a program that reads from standard input what to run.
 
 Nothing but the standard library is imported until the notebook's `sys.path` and variables are
 there: some of these hold only before torch is imported.
@@ -82,7 +82,7 @@ def _of_the_function(error: BaseException) -> TracebackType | None:
 
 
 def _failure(error: Exception, text: str) -> bytes:
-    """What is told of an exception; tells torch's agent, in the file and format of its own `ErrorHandler`, when and why."""
+    """The pickled report of an exception; writes when and why to the file of torch's agent."""
     from accel_core.api.launcher import broken_connection_in
     from accel_launch.notebook.function_pickle import failure_told
 

@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 
 
 def run(call: str, plan: Plan, work: bytes, variables: Mapping[str, str], prefix: str | None) -> Any:
-    """Runs a function on the ranks of this machine, and returns what it returned on the first of them.
+    """Runs a function on the ranks of this machine, and returns the result of the first of them.
 
-    `call` is what the user called, for messages; `work` the packed function; `variables` what ranks find
-    in their environment beside the plan's; `prefix` what lines of their output begin with, if anything.
-    Raises what the rank raised that failed first; `LaunchError` if the ranks cannot be started here, or
+    `call` is what the user called, for messages; `work` the packed function; `variables` those that
+    ranks have beside the plan's; `prefix` what lines of their output begin with, if anything.
+    Raises the exception of the rank that failed first; `LaunchError` if ranks cannot be started, or
     their machines do not meet.
     """
     copies = prefix is not None or is_replaced()
@@ -68,7 +68,7 @@ def run(call: str, plan: Plan, work: bytes, variables: Mapping[str, str], prefix
 
 
 def _supervise(call: str, plan: Plan, program: Program) -> list[Failure] | None:
-    """Starts the ranks and waits for them; returns the failures of this machine if the run has failed, the first in front."""
+    """Starts the ranks and waits; returns the failures of a failed run here, the first in front."""
     try:
         with Signals() as signals:
             ended = supervise(plan, program, os.environ, signals, stays=True)
@@ -93,7 +93,7 @@ def _supervise(call: str, plan: Plan, program: Program) -> list[Failure] | None:
 
 
 def result_of(call: str, told: Told | None) -> Any:
-    """The function's result on this machine's first rank; None, with a warning, if it cannot be sent."""
+    """The function's result on the first rank here; None, with a warning, if it cannot be sent."""
     if told is None:
         return None
     if told.result is None:
@@ -107,7 +107,7 @@ def result_of(call: str, told: Told | None) -> Any:
 
 
 def raise_first(call: str, size: int, failures: Sequence[Failure], said: Told | None) -> NoReturn:
-    """Raises what the rank raised that failed first: `failures` has it in front, and `said` is what it said."""
+    """Raises the exception of the rank that failed first: `failures[0]`, which reported `said`."""
     if not failures:
         raise RankFailedError(
             f"{call}: no rank of this machine has failed; the run was ended because of another one: look there."

@@ -112,7 +112,7 @@ class Choice:
 
     @property
     def problem(self) -> str:
-        """The reason why it cannot be chosen: broken, misfit, in conflict, or unusable here; else empty."""
+        """The reason why it cannot be chosen: broken, misfit, in conflict, unusable; or empty."""
         return "" if self.state == "ok" else self.state
 
     @property
@@ -124,7 +124,7 @@ class Choice:
 class Catalog:
     """The options of what is installed: of `offers`, None for `list_offers()`.
 
-    `loader` is the component whose options stand beside those of the Accelerator; None: the default one, if it is installed.
+    `loader`: the component whose options stand beside the Accelerator's; None: the default one.
     """
 
     def __init__(self, offers: Sequence[Offer] | None = None, loader: str | None = None) -> None:
@@ -141,7 +141,7 @@ class Catalog:
         return list(dict.fromkeys(offer.name for offer in self._offers(role)))
 
     def working(self, role: str) -> list[str]:
-        """Those of `names` that can be chosen by their name, whether or not they can be used on this machine. Imports them all."""
+        """Those of `names` that can be chosen, also if unusable on this machine. Imports all."""
         states = {offer: offer_state(offer, self.offers, load=True).partition(":")[0] for offer in self._offers(role)}
         return [offer.name for offer, state in states.items() if state in {"ok", "unusable"}]
 
@@ -167,7 +167,7 @@ class Catalog:
 
     @cached_property
     def direct(self) -> Mapping[str, Option]:
-        """The options without a section that need no component: those of starting, and those of the Accelerator."""
+        """The options without a section, of starting and the Accelerator: no component needed."""
         from accel_core import Accelerator
 
         starting, fields = fields_of(LaunchOptions), fields_of(Accelerator)
@@ -178,7 +178,7 @@ class Catalog:
 
     @cached_property
     def data(self) -> Mapping[str, Option]:
-        """The options of the loader that stand beside those of the Accelerator; none where no loader is there. Imports it."""
+        """The loader's options beside those of the Accelerator; none without one. Imports it."""
         if self.loader is None:
             return {}
         owner = self.component(self.loader, "loader").load()
@@ -187,22 +187,22 @@ class Catalog:
 
     @cached_property
     def own(self) -> Mapping[str, Option]:
-        """Every option without a section, in the order in which they are shown. Imports the loader."""
+        """Every option without a section, in the order of the help. Imports the loader."""
         known = {**self.direct, **self.data}
         shown = [name for names in GROUPS.values() for name in names if name in known]
         return {name: known[name] for name in (*shown, *known)}
 
     def option(self, name: str) -> Option | None:
-        """The option without a section of this name. Imports the loader only for options of its own."""
+        """The option without a section of this name. Imports the loader only for its options."""
         return (self.data if name in LOADER_OPTIONS else self.direct).get(name)
 
     @property
     def sections(self) -> tuple[str, ...]:
-        """The names of all sections: what can be chosen, and what is there whatever is chosen. Imports nothing."""
+        """The names of all sections: of components, and those that are always there. No imports."""
         return (*SECTIONS, *dict.fromkeys(offer.name for offer in self.offers if offer.group in ROLES.values()))
 
     def section_called(self, spelling: str) -> str | None:
-        """The section that goes by a name of which letter case and hyphens may be lost, as in a variable; None if there is none.
+        """The section of a name that lost case and hyphens, as in a variable; None: there is none.
 
         Raises `PluginError` if several do.
         """
@@ -215,17 +215,17 @@ class Catalog:
         return found[0] if found else None
 
     def section(self, name: str) -> Mapping[str, Option]:
-        """The options of one section, also those that only Python can express. Imports the component.
+        """The options of one section, also those that only Python can express. Imports it.
 
-        The name may be qualified by a distribution: `other-fsdp:fsdp`. Raises `PluginError` if there is none
-        of that name, if several are meant by it, or if it is broken.
+        The name may be qualified by a distribution: `other-fsdp:fsdp`. Raises `PluginError` if none
+        has that name, if several are meant by it, or if it is broken.
         """
         if name not in self._sections:
             self._sections[name] = self._read_section(name)
         return self._sections[name]
 
     def component(self, name: str, role: str = "") -> Offer:
-        """The component that a name chooses, for one of `ROLES` (empty: whichever has it). Imports nothing; raises as `find` does.
+        """The component of a name, for one of `ROLES` (empty: any). No imports; raises as `find`.
 
         The name may be qualified by its distribution.
         """
@@ -254,7 +254,7 @@ class Catalog:
         return {field.name: Option(name, field, name, owner) for field in fields}
 
     def _adapted(self, name: str, field: Field) -> Field:
-        """A parameter of the Accelerator as an option: by name instead of by object, and with the default that holds."""
+        """A parameter of the Accelerator as an option: by name, and with the default that holds."""
         default = self.loader if name == "loader" else OPTIONS[name]
         if name in SEVERAL:
             return Field(name, list[str], default)
@@ -263,7 +263,7 @@ class Catalog:
 
 
 def chosen_names(role: str, given: object) -> list[str]:
-    """The names that a value of one of `ROLES` chooses; none where it is no such value, as whoever converts it will say."""
+    """The names that a value of one of `ROLES` chooses; none of a value of another type."""
     if role not in SEVERAL:
         return [given] if isinstance(given, str) else []
     if isinstance(given, list):

@@ -1,4 +1,4 @@
-"""Reading a command line: options of starting, of the run, and of the components that it mentions; then the program.
+"""Reading a command line: options of starting, of the run, of its components; then the program.
 
     accel launch --num-processes 2 --fsdp --fsdp.cpu-offload script.py --its-own options
 
@@ -86,8 +86,8 @@ class CommandLine:
 def parse(arguments: Sequence[str], catalog: Catalog, switches: Mapping[str, Switch]) -> CommandLine:
     """Reads a command line: what stands behind the name of the command.
 
-    `switches` are the command's own options, by name with underscores. Raises `SettingsError` for an
-    option that does not exist, lacks its value, or contradicts another one; `PluginError` for a component that is broken.
+    `switches` are the command's own options, by name with underscores. Raises `SettingsError` for
+    options that do not exist, lack values or contradict others; `PluginError` for broken ones.
     """
     # What words mean depends on what is chosen, perhaps behind them; where the program begins depends on what words mean. So the words
     # that choose are looked for everywhere first, then before the last one that may be the program's own, and so on.
@@ -107,7 +107,7 @@ def parse(arguments: Sequence[str], catalog: Catalog, switches: Mapping[str, Swi
 
 
 def is_flag(kind: Any) -> bool:
-    """Whether an option may be given without a value: a truth value is among what it admits, and not just any word is."""
+    """Whether an option may be given without a value: it takes a truth value, and not any word."""
     return bool in members(kind) and not _is_value(kind, "script.py")
 
 
@@ -120,7 +120,7 @@ def _is_value(kind: Any, text: str) -> bool:
 
 
 def _chooses(word: str) -> str:
-    """The one of `ROLES` that a word is about, as in `--loader` or `--loader=NAME`; empty if it is about none."""
+    """The one of `ROLES` that a word names, as in `--loader` or `--loader=NAME`; empty: none."""
     name = word.partition("=")[0].removeprefix("--").replace("-", "_")
     return name if word.startswith("--") and name in ROLES else ""
 
@@ -217,7 +217,7 @@ class _Reader:
         self._put(Given("", role, chosen, word))
 
     def _component_flag(self, word: str) -> tuple[str, str]:
-        """The role and the name that a flag such as `--fsdp` chooses; two empty texts if it is none."""
+        """The role and the name that a flag such as `--fsdp` chooses; two empty texts if none."""
         written = section_name(word[2:].partition("=")[0])
         known = [(role, name) for role in CHOOSING for name in self._catalog.names(role)]
         found = [(role, name) for role, name in known if section_name(name) == written]

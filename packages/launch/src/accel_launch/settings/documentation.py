@@ -10,7 +10,7 @@ from typing import Any
 
 
 def option_help(factory: Callable[..., Any], option: str) -> str:
-    """The text on one option in the `Args:` of a constructor, or of its class, in one line; empty without any."""
+    """The text on an option in the `Args:` of a constructor or its class, in one line; or empty."""
     return _documented(factory).get(option, "")
 
 
@@ -28,7 +28,7 @@ def opening(factory: Callable[..., Any]) -> str:
 
 @cache
 def _documented(factory: Callable[..., Any]) -> Mapping[str, str]:
-    """The options that docstrings describe: those of the class first, then those of the classes that it inherits from."""
+    """The options that docstrings describe: those of the class first, then those of its bases."""
     from docstring_parser import DocstringStyle, parse
 
     found: dict[str, str] = {}
@@ -41,7 +41,7 @@ def _documented(factory: Callable[..., Any]) -> Mapping[str, str]:
 
 
 def _for_options(about: str) -> str:
-    """Rewrites the text on a Python argument as that on an option, where None means that it is not given.
+    """Rewrites the text on a Python argument as that on an option: None is "not given".
 
     Which variable is asked, and a default that is a plain value, stand beside each option, so the
     text need not name them.

@@ -24,7 +24,7 @@ Positions = dict[tuple[str, ...], int]
 
 
 class Unusual(int):
-    """A whole number that is not written as usual, such as 007, 0x10 or 1_000: it may be meant as a text, which is another one then."""
+    """A whole number such as 007, 0x10 or 1_000, perhaps meant as a text, which would differ."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class ConfigFile:
 
 
 def own_path() -> Path:
-    """The path of the user's own file, whether or not it exists: in the system's configuration folder (XDG)."""
+    """The path of the user's own file, present or not, in the configuration folder (XDG)."""
     from platformdirs import user_config_path
 
     return user_config_path("accel", appauthor=False) / "config.yaml"
@@ -59,7 +59,7 @@ def load(option: str | None, environ: Mapping[str, str]) -> ConfigFile | None:
     """Reads the file that holds; None if none was asked for and the user has none.
 
     If the user has no file of ours but one of Accelerate's, that one is translated, and so is a
-    file of that kind that was asked for. `ConfigFile.notes` says so. Raises `SettingsError` if a file
+    requested file of that kind. `ConfigFile.notes` says so. Raises `SettingsError` if a file
     that was asked for does not exist, or if one cannot be read.
     """
     path = chosen_path(option, environ)
@@ -76,7 +76,7 @@ def load(option: str | None, environ: Mapping[str, str]) -> ConfigFile | None:
 
 
 def read(path: Path) -> ConfigFile:
-    """Reads a file of ours. Raises `SettingsError` if it cannot be read, is no mapping, or has a key twice."""
+    """Reads a file of ours; `SettingsError` if it is unreadable, no mapping, or has a key twice."""
     try:
         text = _text(path)
         # JSON may be indented by tabs, which YAML forbids.
@@ -96,8 +96,8 @@ def read(path: Path) -> ConfigFile:
 def write(path: Path, data: Mapping[str, Any], comments: Mapping[str, str], *, anew: bool = False) -> None:
     """Writes a file as a whole or not at all: who reads it meanwhile finds the old one.
 
-    Values that are the same stay as they are written there, and remarks beside keys that stay are kept;
-    new keys get their help, from `comments`, as a remark. `anew` keeps nothing of what stands there. A
+    Equal values stay as they are written there, and remarks beside keys that stay are kept; new
+    keys get their help, from `comments`, as a remark. `anew` keeps nothing of what stands there. A
     file whose name ends in `.json` has no remarks. What a link leads to is written.
     """
     from accel_launch.settings.rendering import render
@@ -126,7 +126,7 @@ def write(path: Path, data: Mapping[str, Any], comments: Mapping[str, str], *, a
 
 
 def _text(path: Path) -> str:
-    """The text of a regular file of limited size. Raises for others: they could block, or never end."""
+    """The text of a regular file of limited size; raises for others, which may block or not end."""
     if not path.is_file() or path.stat().st_size > _LARGEST:
         raise OSError(f"it is no regular file of at most {_LARGEST} bytes")
     return path.read_text(encoding="utf-8-sig")

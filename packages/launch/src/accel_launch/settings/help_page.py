@@ -1,4 +1,4 @@
-"""The help of `accel launch` and its like: every option with its help from a docstring, in groups; or those of one component."""
+"""The help of `accel launch` and others: options in groups, with docstrings; or of components."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _KINDS: Mapping[Any, str] = {
 def show_help(
     catalog: Catalog, usage: str, about: str, switches: Mapping[str, Switch], mentioned: Sequence[str] = ()
 ) -> None:
-    """Prints help: about everything, or about the options of `mentioned` components alone. `switches` are the command's own."""
+    """Prints help: all, or on `mentioned` components; `switches` are the command's options."""
     if mentioned:
         page = _page(usage, "")
         for section in mentioned:

@@ -1,7 +1,7 @@
-"""The replacements for options of other launchers (Accelerate, torchrun, mpirun): data for messages.
+"""Replacements for options of other launchers (Accelerate, torchrun, mpirun): data for messages.
 
 Options of the same name and meaning are missing: they are options here. Names are spelled with
-underscores, without the dashes; one that ends in a star stands for all that begin so and have no row of their own.
+underscores, without dashes; a star at the end stands for all with that beginning and no own row.
 """
 
 from __future__ import annotations

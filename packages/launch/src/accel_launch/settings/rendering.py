@@ -1,4 +1,4 @@
-"""The text of a configuration file: what was given, with help beside what is new, and with the user's own remarks."""
+"""The text of a configuration file: given values, help beside new ones, the user's remarks."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _NOTHING_GIVEN = "# Nothing is given: defaults hold."
 
 
 def render(data: Mapping[str, Any], comments: Mapping[str, str], before: Mapping[str, Any], text: str = "") -> str:
-    """The text of a YAML file with `data`, which has mappings of options under the names of sections.
+    """The text of a YAML file with `data`: options, and mappings of options under section names.
 
-    `before` is what stands in `text`, empty for a new file: values that are the same stay as they are
-    written there. New keys get their help from `comments`, by `num_processes` or `fsdp.cpu_offload`.
+    `before` is the content of `text`, empty for a new file: equal values stay as they are written
+    there. New keys get their help from `comments`, by `num_processes` or `fsdp.cpu_offload`.
     """
     yaml = YAML()
     yaml.preserve_quotes, yaml.width = True, 1 << 16

@@ -1,4 +1,4 @@
-"""Precedence of values: command line, environment, file, default. The one place that decides, for all commands.
+"""Precedence of values, for all commands: command line, environment, file, default.
 
 What a launcher around this one was told and handed on holds as well: its command line counts right
 behind the own one, its file right behind the own file. A value that equals the default counts as
@@ -44,7 +44,7 @@ HANDED_ON = (*OPTIONS, *LOADER_OPTIONS, "debug", "log_level")
 
 
 class Value(NamedTuple):
-    """One option, its value, and where that was given: `--fsdp.cpu-offload`, a variable, a path, or "default"."""
+    """One option, its value, and its source: `--fsdp.cpu-offload`, variable, path, or "default"."""
 
     section: str
     option: str
@@ -71,7 +71,7 @@ class Resolved:
 
     @property
     def values(self) -> tuple[Value, ...]:
-        """Every option without a section and of what is active, with those that text can express. Imports what is active."""
+        """Every textual option without a section, or of what is active. Imports what is active."""
         sections = [self.catalog.section(name) for name in self.active]
         options = [option for options in (self.catalog.own, *sections) for option in options.values()]
         return tuple(self._value(option) for option in options if not option.field.python_only)
@@ -101,7 +101,7 @@ def resolve(
 ) -> Resolved:
     """Decides which values hold.
 
-    `thorough` also imports the components that are not active, to check what a file or the environment
+    `thorough` also imports components that are not active, to check what a file or the environment
     gives for them. Raises `SettingsError` with every mistake that was found.
     """
     around = said_around(catalog, environ)
@@ -152,7 +152,7 @@ class _Resolution:
         return next(found, None)
 
     def _choose(self, role: str) -> list[str]:
-        """The components that are chosen for a role, by name; none where nobody chooses, or where there is no such name."""
+        """The chosen components of a role, by name; none if nobody chooses, or none is known."""
         given = self._first(role)
         if given is None:
             return []
@@ -230,7 +230,7 @@ class _Resolution:
         raise SettingsError(f"{told}: expected {expected(kind)}.")
 
     def _hand_on(self, level: str, variable: str, data: Any, source: str) -> None:
-        """Puts a value into the channel, unless a launcher's own source has said something there already."""
+        """Puts a value into the channel, unless a launcher's own source has given one there."""
         told = self._channel.get(level.removesuffix(" around"))
         if told is not None:
             told.setdefault(variable, (data, source))

@@ -14,7 +14,7 @@ NO_EFFECT = "(no effect: not chosen)"
 
 
 def rows(resolved: Resolved) -> list[tuple[str, str, str]]:
-    """Option, value and source of everything; last, what was given for components that are not chosen."""
+    """Option, value and source of everything; last, the values given for unchosen components."""
     return [
         *((value.key, _text(value), value.source) for value in resolved.values),
         *((value.key, _text(value), f"{value.source} {NO_EFFECT}") for value in resolved.idle),
@@ -22,7 +22,7 @@ def rows(resolved: Resolved) -> list[tuple[str, str, str]]:
 
 
 def as_data(resolved: Resolved) -> list[dict[str, Any]]:
-    """Option, value and source of everything, as JSON has it, each with whether it has an effect."""
+    """Option, value and source of everything, as JSON, each with whether it has an effect."""
     pairs = [*((value, True) for value in resolved.values), *((value, False) for value in resolved.idle)]
     return [
         {"option": each.key, "value": masked(each.key, to_data(each.value)), "source": each.source, "active": active}

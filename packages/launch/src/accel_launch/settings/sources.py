@@ -1,4 +1,4 @@
-"""The options that the environment, a launcher around this one, and a file give, and the names in them that are no options."""
+"""The options from the environment, a launcher around this one and a file, and unknown names."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Said:
 
 
 def said_by_environment(catalog: Catalog, environ: Mapping[str, str]) -> Said:
-    """The options that variables give. An unknown one without a section may be another program's: not refused."""
+    """The options from variables; an unknown one without a section is not refused."""
     said, names = Said(), _names(catalog)
     for variable in sorted(name for name in environ if name.startswith(PREFIX)):
         text = environ[variable].strip()
@@ -68,7 +68,7 @@ def said_around(catalog: Catalog, environ: Mapping[str, str]) -> dict[str, Said]
 
 
 def said_by_file(catalog: Catalog, file: ConfigFile | None) -> Said:
-    """The options that a file gives. An option without a section that is null there is not given."""
+    """The options from a file. An option without a section that is null there is not given."""
     said = Said()
     for key, value in {} if file is None else file.data.items():
         assert file is not None, "it has these keys"
@@ -93,7 +93,7 @@ def _names(catalog: Catalog) -> dict[str, str]:
 
 
 def _sort(catalog: Catalog, names: Mapping[str, str], variable: str, given: Given, said: Said) -> bool:
-    """Adds what a variable gives to `said`, with its option and section; False if no option goes by that name."""
+    """Adds a variable's value to `said`, with option and section; False if it names no option."""
     section, _, option = variable.removeprefix(PREFIX).partition("__")
     if variable in names:
         said.given.append(given._replace(option=names[variable]))
@@ -128,7 +128,7 @@ def _note_misspelling(variable: str, names: Iterable[str], said: Said) -> None:
 
 
 def _problem_of_key(catalog: Catalog, key: str, value: object, place: str) -> str:
-    """What is wrong with a key of a file that should be a section; empty if nothing is."""
+    """The mistake in a key of a file that should be a section; empty if there is none."""
     if key not in catalog.sections:
         return f"{key} was given by {place}, and {no_key(catalog, key)}"
     try:

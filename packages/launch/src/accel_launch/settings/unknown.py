@@ -20,7 +20,7 @@ _ALL = "`accel launch -h` shows all options."
 def unknown_option(
     word: str, catalog: Catalog, switches: Iterable[str], mentioned: Sequence[str] = ()
 ) -> SettingsError:
-    """The error for a word of the command line that is no option, of the command or of the `mentioned` components."""
+    """The error for a word that is no option of the command or of the `mentioned` components."""
     flag = word.partition("=")[0]
     name = flag.lstrip("-").replace("-", "_")
     section, dot, option = name.rpartition(".") if "." in name else (name, "", "")
@@ -41,14 +41,14 @@ def unknown_option(
 
 
 def _flags(catalog: Catalog, switches: Iterable[str], mentioned: Sequence[str]) -> list[str]:
-    """Everything that could stand on this command line, without importing more than what it mentions."""
+    """All flags of this command line; imports only the components that it mentions."""
     names = [*switches, *catalog.direct, *LOADER_OPTIONS, *catalog.names("strategy"), *catalog.names("mixed_precision")]
     options = [option for section in mentioned for option in catalog.section(section).values()]
     return [*map(flag_of, names), *(option.flag for option in options)]
 
 
 def no_option(catalog: Catalog, section: str, option: str, *, flags: bool = False) -> str:
-    """`'fsdp' has no option 'cpu_ofload'. Its options: …`, with the nearest name, as on the command line if `flags`.
+    """`'fsdp' has no option 'cpu_ofload'. Its options: …` with the nearest; `flags`: as flags.
 
     Imports the component; its name may be qualified by a distribution.
     """
@@ -78,7 +78,7 @@ def what_to_install(catalog: Catalog, section: str) -> str | None:
 
 
 def no_loader_option(catalog: Catalog, name: str) -> str | None:
-    """The message on an option of loaders that the chosen one does not have, or where there is none; None for other names."""
+    """The message on a loader option that the loader lacks, or without a loader; else None."""
     plain = name if name in LOADER_OPTIONS else name.removeprefix("no_")
     if plain not in LOADER_OPTIONS:
         return None

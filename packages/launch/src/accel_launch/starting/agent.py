@@ -1,4 +1,4 @@
-"""Torch's elastic agent, as a launcher of ours needs it: who failed first is known, and all end in time.
+"""Torch's elastic agent, for our launcher: who failed first is known, and all end in time.
 
 `LocalElasticAgent` meets the other machines, gives ranks, starts processes, redirects their output,
 and starts all again when one has failed. What it does not do: it waits 30 seconds for the others
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 class HostAgent(LocalElasticAgent):
     """The agent of one machine.
 
-    `ranks` are the processes of the present attempt, `failures` those of the last attempt that failed, the first in front. Processes
-    have `patience` seconds to end; lines that go to the console and to files begin with `prefix`.
+    `ranks` are the processes of this attempt, `failures` those of the last failed one, the first in
+    front. Processes have `patience` seconds to end; lines to console and files begin with `prefix`.
     """
 
     def __init__(
@@ -103,5 +103,5 @@ class HostAgent(LocalElasticAgent):
 
 
 def say(text: str) -> None:
-    """Prints a line of the launcher's to standard error, where it does not mix with what the script prints for programs."""
+    """Prints a launcher's line to standard error, apart from the script's output for programs."""
     print(text, file=sys.stderr, flush=True)  # noqa: T201  (a launcher speaks to who has typed the command)

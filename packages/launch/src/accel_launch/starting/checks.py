@@ -1,4 +1,4 @@
-"""The conditions that options have to fulfil before anything is started, and where the output of each process goes."""
+"""The conditions that options have to fulfil before a start, and the outputs of each process."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def check_values(launch: LaunchOptions) -> None:
 
 
 def check_output(launch: LaunchOptions, processes: int) -> None:
-    """Raises `LaunchError` for options of output that cannot be read, or under which nothing would be shown or marked."""
+    """Raises `LaunchError` for unreadable options of output, or if they show or mark nothing."""
     read_streams("redirects", launch.redirects, processes)
     read_streams("tee", launch.tee, processes)
     if launch.local_ranks_filter is not None and not set(launch.local_ranks_filter) & set(range(processes)):
@@ -65,7 +65,7 @@ def check_output(launch: LaunchOptions, processes: int) -> None:
 
 
 def read_streams(option: str, text: str, processes: int) -> dict[int, int]:
-    """The streams that "3", or "0:3,1:2" for single local ranks, names: local rank → 0 none, 1 standard output, 2 errors, 3 both."""
+    """Streams from "3", or "0:3,1:2" by local rank: rank → 0 none, 1 output, 2 errors, 3 both."""
     if re.fullmatch(r"[0-3]", text):
         return dict.fromkeys(range(processes), int(text))
     if not re.fullmatch(r"\d+:[0-3](,\d+:[0-3])*", text):  # torch's own reading of it knows local ranks 0 to 9 only

@@ -27,7 +27,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class Accelerators:
-    """The accelerators of this machine that torch sees: their type, empty if none, and their number."""
+    """The type of this machine's accelerators that torch sees, empty if none, and their number."""
 
     kind: str = ""
     count: int = 0
@@ -48,8 +48,8 @@ def find_accelerators() -> Accelerators:
 def confined(ids: Sequence[int], found: Accelerators, environ: Mapping[str, str]) -> dict[str, str]:
     """The variable that lets processes see only some of the accelerators.
 
-    `ids` counts among those that are visible here, and so in the list of the variable if a scheduler,
-    for instance, has set it already. Raises `LaunchError` for an accelerator that is not there or is
+    `ids` counts among those visible here, and so in the list of the variable if a scheduler, for
+    instance, has set it already. Raises `LaunchError` for an accelerator that is not there or is
     named twice, and for a type whose variable is not known.
     """
     asked = f"device_ids={','.join(map(str, ids))} was given"
@@ -75,14 +75,14 @@ def confined(ids: Sequence[int], found: Accelerators, environ: Mapping[str, str]
 
 
 def usable_cores(cgroups: Path = _CGROUPS) -> int:
-    """The cores that this process may use: by its affinity, and by the quota of its container, which the kernel shows in `cgroups`."""
+    """The number of usable cores: by affinity, and by the quota of the container in `cgroups`."""
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _quota(cgroups)
     return affinity if quota is None else max(1, min(affinity, math.floor(quota)))
 
 
 def threads_of_each(processes: int, given: int | None, environ: Mapping[str, str]) -> int | None:
-    """The threads for each of `processes` on this machine. None: the process decides, as it does without a launcher.
+    """The threads for each of `processes` here. None: the process decides, as without a launcher.
 
     A process that has the machine for itself decides, unless its container has fewer cores than it
     sees; several would each take all cores. What was `given` holds, else `OMP_NUM_THREADS`.

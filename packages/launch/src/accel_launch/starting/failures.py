@@ -77,7 +77,7 @@ def find_failures(ranks: Ranks, local_ranks: dict[int, int], error_files: dict[i
 
 
 def from_torch(failures: Mapping[int, ProcessFailure]) -> list[Failure]:
-    """The failures that torch's agent has found, by time, for platforms where we cannot look ourselves."""
+    """The failures that torch's agent has found, by time, for platforms where we cannot look."""
     found = [Failure(rank, each.local_rank, each.pid, each.exitcode, each.timestamp) for rank, each in failures.items()]
     return sorted(found, key=lambda failure: failure.time)
 
@@ -93,7 +93,7 @@ class Scene(NamedTuple):
 
 
 def summary(failures: Sequence[Failure], ranks: Ranks, scene: Scene) -> str:
-    """The message at the end of a run that has failed; `failures` as `find_failures` gives them, `ranks` all of this machine."""
+    """The message at the end of a failed run, from its sorted `failures` and all `ranks` here."""
     first = failures[0]
     moment = time.strftime("%H:%M:%S", time.localtime(first.time))
     place = f"{scene.where}, local rank {first.local_rank}, process {first.pid}, {moment}"
@@ -155,7 +155,7 @@ def _last_lines(path: Path, failure: Failure) -> list[str]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The content of a rank's error file, in the format of torch's `ErrorHandler`; empty if it cannot be read."""
+    """The content of a rank's error file, in the format of torch; empty if it cannot be read."""
     try:
         message = json.loads(path.read_text())["message"]
     except (OSError, ValueError, KeyError, TypeError):

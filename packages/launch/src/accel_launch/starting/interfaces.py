@@ -15,9 +15,9 @@ _IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 
 
 def interface_to(address: str) -> str | None:
-    """The name of the interface that has `address` or routes to it; None if there is none, or the system does not tell.
+    """The name of the interface with `address`, or towards it; None if the system knows none.
 
-    gloo takes the interface of this host's name, which on many machines is the loopback; so on several
+    gloo takes the interface of this host's name, which is often the loopback; so on several
     machines its `GLOO_SOCKET_IFNAME` is set to this one (see `variables_towards`). Sends nothing.
     """
     own = address_towards(address)
@@ -25,13 +25,13 @@ def interface_to(address: str) -> str | None:
 
 
 def variables_towards(address: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variable that makes gloo use the interface towards `address`; empty if set already, or if there is none."""
+    """The variable for gloo's interface towards `address`; empty if set, or if there is none."""
     name = None if environ.get(GLOO_INTERFACE) else interface_to(address)
     return {} if name is None else {GLOO_INTERFACE: name}
 
 
 def address_towards(address: str) -> str | None:
-    """This machine's own address on the way to `address`; None without a route or a name that resolves. Sends nothing."""
+    """This machine's address on the way to `address`; None if there is no way. Sends nothing."""
     with contextlib.suppress(OSError):
         family, kind, protocol, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -47,7 +47,7 @@ def addresses_of(interface: str) -> list[str]:
 
 
 def own_addresses() -> list[str]:
-    """The addresses of this machine that others may reach, as far as the system tells; the loopback's last."""
+    """The addresses of this machine that others may reach, if the system tells; loopbacks last."""
     found = [address for address in _interfaces() if not ipaddress.ip_address(address).is_link_local]
     return sorted(found, key=lambda address: (ipaddress.ip_address(address).is_loopback, address))
 

@@ -1,4 +1,4 @@
-"""The files of a run: what its processes print, where that was asked for, and what they leave about their errors."""
+"""The files of a run: the output of its processes, if asked for, and reports of their errors."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _PREFIX = "accel-launch-"
 
 
 class Logs(DefaultLogsSpecs):
-    """The destinations of the output of this machine's processes; torch's agent calls `reify` before each start.
+    """The destinations of this machine's output; torch's agent calls `reify` before each start.
 
-    `folder` has the files. Where they are not `kept` for the user, these are error files only, and `close` removes it.
+    `folder` has the files. If not `kept` for the user, only error files; `close` removes it.
     """
 
     def __init__(self, launch: LaunchOptions, processes: int) -> None:
@@ -43,11 +43,11 @@ class Logs(DefaultLogsSpecs):
         return self._destination
 
     def error_file(self, local_rank: int) -> Path:
-        """The file for the error that ended a process, in the format of `torch.distributed.elastic`, if any."""
+        """The file for the error that ended a process, in torch's format; it may not exist."""
         return Path(self._destination.error_files[local_rank])
 
     def unseen(self, local_rank: int) -> Path | None:
-        """The file that has the errors of a process, if the console does not show them; None if it does."""
+        """The file with a process's errors, if the console does not show them; None if it does."""
         path = self._destination.stderrs.get(local_rank)
         return Path(path) if path and local_rank not in self._teed else None
 

@@ -1,4 +1,4 @@
-"""How the machines of a run meet: each claims its rank at a store that machine 0 keeps, and torch gives out the ranks of processes.
+"""The meeting of machines: each claims its rank at machine 0's store; torch ranks the processes.
 
 torch's `static` rendezvous believes every machine: two with one rank, or with different numbers,
 wait for each other until the timeout. So machines check in first, and everyone learns at once why a
@@ -55,7 +55,7 @@ class _StaticRendezvous(RendezvousHandler):
 
 
 class OneMachine(_StaticRendezvous):
-    """The rendezvous of a machine that is alone: torch's `static`, whose store listens at a free port, and at the loopback where it can.
+    """The rendezvous of one machine: torch's `static`, at a free port, on loopback if possible.
 
     Raises `DistError` if the port is not free.
     """
@@ -89,9 +89,9 @@ class OneMachine(_StaticRendezvous):
 
 
 class Machines(_StaticRendezvous):
-    """The rendezvous of several machines, of which this is the one with `card`; machine 0 keeps the store at `address`.
+    """The rendezvous of several machines, for that with `card`; machine 0's store is at `address`.
 
-    Each time it waits for the others as long as `timeout` says. They reach this machine by `local_addr`; None: its host name.
+    Each time it waits `timeout` for the others. They reach it by `local_addr`; None: its host name.
     """
 
     def __init__(self, address: Address, card: Card, timeout: timedelta, local_addr: str | None = None) -> None:
@@ -106,14 +106,14 @@ class Machines(_StaticRendezvous):
 
     @property
     def use_agent_store(self) -> bool:
-        """Whether the ranks use the launchers' store; with restarts, which machines count for themselves, a new one each time."""
+        """Whether the ranks use the launchers' store; with restarts, each round has a new one."""
         return not self._card.restarts
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Returns when all machines are there.
 
-        Raises `MeetingError` if somebody does not come in time or never will, a rank is claimed twice, or machines were told
-        different numbers.
+        Raises `MeetingError` if somebody does not come in time or never will, two claim a rank, or
+        machines were told different numbers.
         """
         try:
             if self._store is None:
@@ -123,12 +123,12 @@ class Machines(_StaticRendezvous):
             raise self._lost(str(error).splitlines()[0]) from error
 
     def num_nodes_waiting(self) -> int:
-        """The number of machines that wait for another round. Raises `MeetingError` if the run has ended elsewhere."""
+        """The number of machines that wait for a new round; `MeetingError` if the run ended."""
         self._check()
         return 0 if self._rounds is None else self._rounds.num_nodes_waiting()
 
     def finish(self) -> None:
-        """Says that the processes here have ended well, and waits for those of the others. Raises `MeetingError` if these fail."""
+        """Reports success here, and waits for the others; `MeetingError` if these fail."""
         assert self._store is not None, "the machines have met"
         self._finished = True
         store, pulse = self._store, Pulse(self._store)
@@ -142,7 +142,7 @@ class Machines(_StaticRendezvous):
             wait.goes_on(lambda: f"this machine has finished, and waits for {meeting_store.listed(rest)}")
 
     def shutdown(self) -> bool:
-        """This machine ends for good: well if it has finished, else as failed, because of the exception on its way."""
+        """Ends this machine's part: well if finished, else as failed by the current exception."""
         store, self._store = self._store, None
         if store is None:
             return True
@@ -216,7 +216,7 @@ class Machines(_StaticRendezvous):
         return handler
 
     def _check_in(self, wait: Waiting) -> None:
-        """Finds the store, claims the rank of this machine there, and waits until all have done so."""
+        """Finds the store, claims this machine's rank there, and waits until all have done so."""
         card, address = self._card, self._address
         is_first = card.rank == 0
         store = meeting_store.open_store(address, card) if is_first else meeting_store.find_store(address, card, wait)
@@ -252,7 +252,7 @@ class Machines(_StaticRendezvous):
         ]
 
     def _check(self) -> None:
-        """Raises `MeetingError` if the run has ended elsewhere, machine 0 is gone, or another machine has this rank."""
+        """Raises `MeetingError` if the run ended, machine 0 is gone, or the rank is taken."""
         if self._problem is not None:
             raise self._problem
         silent = time.monotonic() - self._answered

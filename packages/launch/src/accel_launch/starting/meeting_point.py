@@ -46,7 +46,7 @@ def on_this_machine(launch: LaunchOptions) -> MeetingPoint:
 
 
 def by_machine_rank(launch: LaunchOptions, rank: int, host: str, port: int, processes: int) -> MeetingPoint:
-    """The meeting point of several machines, of which this is the one with `rank`; `processes` is the size of the run."""
+    """The meeting point of several machines, for that with `rank`; the run has `processes`."""
     _refuse_rendezvous_options(launch)
     told = {"rank": rank, "processes": processes, "restarts": launch.max_restarts, "timeout": launch.meeting_timeout}
     count, own = launch.num_machines, launch.local_addr or address_towards(host)
@@ -54,7 +54,7 @@ def by_machine_rank(launch: LaunchOptions, rank: int, host: str, port: int, proc
 
 
 def by_backend(launch: LaunchOptions) -> MeetingPoint:
-    """The meeting point of a rendezvous of torch's, asked for by name. Raises `LaunchError` if something is missing that it needs."""
+    """The meeting point of torch's rendezvous of a name; `LaunchError` if something is missing."""
     backend, asked = str(launch.rdzv_backend), f"rdzv_backend={launch.rdzv_backend} was given"
     host, port, count = launch.main_process_ip, launch.main_process_port, launch.num_machines
     endpoint = launch.rdzv_endpoint

@@ -1,4 +1,4 @@
-"""The store at which machines meet, which machine 0 keeps: who has come, who lives, and whether the run has begun or ended.
+"""Machine 0's store, at which machines meet: who has come, who lives, the phase of the run.
 
 Before they meet, each machine finds the store and claims its rank there.
 """
@@ -40,7 +40,7 @@ PHASE, BEGUN, ENDED = "phase", "begun", "ended: "
 
 
 class MeetingError(RendezvousError):
-    """The machines of a run do not meet, or one that was met is gone: says who, where, and what to do."""
+    """The machines of a run do not meet, or one is gone: says who, where, and what to do."""
 
 
 class Address(NamedTuple):
@@ -111,7 +111,7 @@ class Pulse:
 
 
 def open_store(address: Address, card: Card) -> TCPStore:
-    """Opens the store on this machine, and makes sure that it is what the others find; else that of another machine 0."""
+    """Opens the store here, and checks that others find it; else returns another machine 0's."""
     own, taken = None, None
     try:
         own = TCPStore("127.0.0.1", address.port, is_master=True, wait_for_workers=False, timeout=_CONNECT)
@@ -160,7 +160,7 @@ def find_store(address: Address, card: Card, wait: Waiting) -> TCPStore:
 
 
 def claim(store: TCPStore, card: Card) -> None:
-    """Makes the rank of this machine its own. Raises `MeetingError` if another machine has it, and lives."""
+    """Claims the rank of this machine. Raises `MeetingError` if another has it, and lives."""
     mine = json.dumps(asdict(card))
     found = store.compare_set(owner(card.rank), "", mine).decode()
     while found != mine:
@@ -176,7 +176,7 @@ def claim(store: TCPStore, card: Card) -> None:
 
 
 def compare_numbers(store: TCPStore, card: Card) -> None:
-    """Raises `MeetingError` if this machine was told other numbers than machine 0; on all, if the run has not begun."""
+    """Raises `MeetingError` if numbers are not machine 0's; on all, if the run has not begun."""
     first = Card(**json.loads(store.get(owner(0))))
     if (first.machines, first.processes, first.restarts) == (card.machines, card.processes, card.restarts):
         return
@@ -193,14 +193,14 @@ def compare_numbers(store: TCPStore, card: Card) -> None:
 
 
 def end(store: TCPStore, reason: str, *, begun: bool) -> None:
-    """Ends the run on all machines, which say `reason`. The first reason counts; a run that has begun ends if `begun`."""
+    """Ends the run on all machines for `reason`, if the first; a begun run only if `begun`."""
     found = store.compare_set(PHASE, "", ENDED + reason).decode()
     if begun and found == BEGUN:
         store.compare_set(PHASE, BEGUN, ENDED + reason)
 
 
 def phase(store: TCPStore) -> str:
-    """What has become of the run."""
+    """The phase of the run: empty, `BEGUN`, or `ENDED` and the reason."""
     return str(store.get(PHASE).decode()) if store.check([PHASE]) else ""
 
 

@@ -2,7 +2,7 @@
 
 SIGKILL cannot be passed on. Without the guard, ranks whose launcher was killed (by somebody, or for
 want of memory) would go on using the machine's accelerators. The guard executes this file, imports
-nothing of ours, knows the ranks' process groups, and reads a pipe that only the launcher holds: when
+nothing of ours, knows the ranks' process groups, and reads a pipe that the launcher holds: when
 that breaks, the launcher has gone.
 """
 
@@ -19,7 +19,7 @@ _NAP = 0.05
 
 
 class Guard:
-    """Within a `with` block, ends the process groups that it was last told of if this process is killed; kills after `patience`."""
+    """Ends the groups last told if this process dies in a `with` block; kills after `patience`."""
 
     def __init__(self, patience: float) -> None:
         self._patience = patience
@@ -52,7 +52,7 @@ class Guard:
 
 
 def main(patience: float) -> None:
-    """Reads standard input to its end: each line lists the groups that there are then. Ends those of the last line."""
+    """Reads lists of groups, one a line, to the end of standard input; then ends the last ones."""
     groups: list[int] = []
     for line in sys.stdin:
         groups = [int(word) for word in line.split()]

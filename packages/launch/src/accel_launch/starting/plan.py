@@ -1,4 +1,4 @@
-"""The plan of a start on this machine, made before it: from options, and from a launcher around this one."""
+"""The plan of a start on this machine: from options, and from a launcher around this one."""
 
 from __future__ import annotations
 
@@ -76,10 +76,10 @@ class Plan:
 
 
 def make_plan(launch: LaunchOptions, cpu: bool, environ: Mapping[str, str]) -> Plan:
-    """Decides what is started on this machine. Starts nothing, and imports torch only to count accelerators.
+    """Decides what to start here. Starts nothing; imports torch only to count accelerators.
 
-    `cpu` says that the run uses the CPU only; `environ` tells of another launcher around this process.
-    Raises `LaunchError` if the options do not fit together, or not to this machine or that launcher;
+    `cpu` says that the run uses the CPU only; `environ` shows another launcher around this process.
+    Raises `LaunchError` if the options do not fit each other, this machine or that launcher;
     `WorldError` if what the latter has said contradicts itself.
     """
     check_values(launch)
@@ -132,7 +132,7 @@ def _joined(launch: LaunchOptions, environ: Mapping[str, str], place: Place) -> 
 
 
 def _as_machine(launch: LaunchOptions, place: Place) -> LaunchOptions:
-    """The options of one machine of a run, where another launcher has started this process once on each machine."""
+    """The options of one machine, where another launcher started one process on each machine."""
     asked = f"num_processes={launch.num_processes} was given, and {place.source} has started {place.size} processes"
     if place.source == "torchrun":
         raise LaunchError(f"{asked}, of which this is one. Leave num_processes out; or start without torchrun.")
@@ -190,7 +190,7 @@ def _started_here(launch: LaunchOptions, cpu: bool, environ: Mapping[str, str], 
 def _accelerators(
     launch: LaunchOptions, cpu: bool, environ: Mapping[str, str]
 ) -> tuple[Accelerators | None, dict[str, str]]:
-    """The accelerators, None if they do not matter, and the variables that confine the run to those asked for."""
+    """The accelerators, None if they do not matter, and the variables that confine the run."""
     # One process can have at most one accelerator too many, which torch will say: no need to import it here.
     alone = launch.num_processes == launch.num_machines and launch.device_ids is None and launch.numa_binding is None
     if cpu or alone:

@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 
 
 class Program(NamedTuple):
-    """The program that every process of a run executes: a script, a module or any other program, with its arguments."""
+    """The program of every process of a run: a script, a module or any other, with arguments."""
 
     kind: Literal["script", "module", "program"]
     target: str  # the script's path, the module's name, or the program's name or path
     arguments: tuple[str, ...] = ()
 
     def argv(self) -> list[str]:
-        """The command line. Python writes its output at once (`-u`), so that nothing is lost when a rank is killed."""
+        """The command line. Python writes output at once (`-u`): a killed rank loses nothing."""
         python = {"script": [sys.executable, "-u"], "module": [sys.executable, "-u", "-m"], "program": []}
         return [*python[self.kind], self.target, *self.arguments]
 
     def check(self, environ: Mapping[str, str]) -> None:
-        """Raises `LaunchError` if there is no such script or program, once here instead of once in every process."""
+        """Raises `LaunchError` if there is no such script or program, before any process starts."""
         path, asked = Path(self.target), f"{self.target or 'an empty path'} was to be started"
         if self.kind == "script" and (not self.target or not path.exists()):
             raise LaunchError(
@@ -50,9 +50,9 @@ class Program(NamedTuple):
 def start(plan: Plan, program: Program, environment: Mapping[str, str]) -> int:
     """Starts what a plan says, stays until it has ended, and returns the exit status.
 
-    Where one process is started and nothing is to be looked after, this process becomes the program: the
-    function does not return. The status is that of the rank that failed first, 128 and the number of
-    the signal if one killed it; 128 and the number of the signal that this process was sent; else 0.
+    If one process is started and nothing is to be looked after, this process becomes the program:
+    the function does not return. The status is that of the rank that failed first, or 128 and the
+    number of the signal that killed it; 128 and that of the signal sent to this process; else 0.
     Raises `LaunchError` if there is no such program or rendezvous.
     """
     program.check(environment)

@@ -1,4 +1,4 @@
-"""The processes that a launcher has started on this machine: which have ended, when and how, and how they are made to.
+"""The processes that a launcher started on this machine: their ends, when and how, and their stop.
 
 What a process has left behind is looked at, and not taken: who started it (torch's agent) still
 finds it there. As long as that has not been taken, the numbers of processes and their groups cannot
@@ -57,7 +57,7 @@ class Ranks:
             _send(self.pids[rank], signal.SIGCONT)
 
     def stop(self, number: signal.Signals, patience: float) -> None:
-        """Tells all to end, and kills those that have not after `patience` seconds, with all that they started.
+        """Tells all to end; kills those left after `patience` seconds, with all that they started.
 
         Returns when all have ended; one that the kernel does not let go is waited for five seconds.
         """
@@ -81,7 +81,7 @@ class Ranks:
 
 
 def _peek(pid: int, what: int) -> os.waitid_result | None:
-    """The exit or stop of a child, without reaping it; None if there is none, or if it was reaped already."""
+    """The exit or stop of a child, not reaped; None if there is none, or it was reaped already."""
     try:
         return os.waitid(os.P_PID, pid, what | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:

@@ -1,4 +1,4 @@
-"""A launcher's handling of signals while its ranks run: passes them on, and ends when they have ended."""
+"""A launcher's signals while its ranks run: it passes them on, and ends after the ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Ended(BaseException):
 
 
 class Signals:
-    """The signals of the launcher's process, within a `with` block; afterwards everything is as before.
+    """Handles the signals of the launcher in a `with` block, and restores all handlers after it.
 
     What the process ignores stays ignored: `nohup` lets it live on without a terminal, and shells
     protect what runs in the background from Ctrl-C. Outside of the main thread, where Python allows
@@ -65,7 +65,7 @@ class Signals:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """A block that no signal interrupts: what comes meanwhile goes to the ranks at once, and is raised behind the block."""
+        """A block that no signal interrupts: ranks get it at once; it is raised after the block."""
         self._holds += 1
         try:
             yield

@@ -1,4 +1,4 @@
-"""The run of torch's agent on this machine: from a plan to who failed, what is said at the end, and the exit status."""
+"""The run of torch's agent on this machine: the failures, the last message and the exit status."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ class Supervised:
 
     @property
     def failures(self) -> list[Failure]:
-        """The ranks of this machine that failed, the first in front; none where the run ended because of another machine."""
+        """The ranks here that failed, the first in front; none if another machine ended the run."""
         told = {} if self.result is None else self.result.failures
         return self.agent.failures or from_torch(told)
 
 
 def run_and_report(plan: Plan, program: Program, environment: Mapping[str, str], signals: Signals) -> int:
-    """Starts the ranks of this machine, looks after them until the run has ended, and says who failed if it did."""
+    """Starts the ranks here, looks after them, says who failed; returns the exit status."""
     assert plan.meeting is not None, "plans with an agent have one"
     try:
         run = supervise(plan, program, environment, signals)
@@ -120,9 +120,9 @@ def supervise(
 ) -> Supervised:
     """Starts the ranks of this machine, and looks after them until the run has ended.
 
-    `stays` says that this process goes on when it was told to end: then it leaves the rendezvous, which
-    its end would else tell. Raises `Ended` if it was told so before there were ranks, `SignalException`
-    if later (the ranks have been told, too); `RendezvousError` or `DistError` if the machines have not
+    `stays` says that this process goes on when told to end: it leaves the rendezvous, which its
+    end would tell else. Raises `Ended` if told before there were ranks, `SignalException` if later
+    (the ranks have been told, too); `RendezvousError` or `DistError` if the machines have not
     met; `LaunchError` if there is no such rendezvous.
     """
     launch = plan.launch
@@ -187,7 +187,7 @@ def _handler(meeting: MeetingPoint) -> RendezvousHandler:
 
 
 def _run(agent: HostAgent, handler: RendezvousHandler, stays: bool) -> RunResult | None:
-    """Runs the agent, and closes the rendezvous; None if the run had ended before this machine could take part.
+    """Runs the agent, closes the rendezvous; None if the run had ended before this machine came.
 
     As in torch's own launcher, a rendezvous that is closed finds the failure on its way, so that it
     can tell the other machines.
@@ -213,7 +213,7 @@ def _run(agent: HostAgent, handler: RendezvousHandler, stays: bool) -> RunResult
 
 @contextmanager
 def _in_environment(environment: Mapping[str, str]) -> Iterator[None]:
-    """A block in which this process has the environment of the ranks, from which torch's agent makes theirs."""
+    """A block in which this process has the ranks' environment: torch's agent copies it."""
     before = dict(os.environ)
     _replace_environment(environment)
     # The others are ours (see `Signals`); of this one no process group is told but by torch.
@@ -232,7 +232,7 @@ def _replace_environment(values: Mapping[str, str]) -> None:
 
 @contextmanager
 def _without_repetition(environment: Mapping[str, str]) -> Iterator[None]:
-    """A block in which torch's agent does not say what our summary says; all of it, if `LOGLEVEL` asks for its messages."""
+    """A block without the agent's messages that our summary repeats; with all if `LOGLEVEL`."""
 
     def is_new(record: logging.LogRecord) -> bool:
         return not str(record.msg).startswith(_REPEATED[record.name])
