@@ -16,11 +16,10 @@ if TYPE_CHECKING:
 
 
 def synchronize_random_states(rng_types: Sequence[str], generators: Sequence[torch.Generator], world: World) -> None:
-    """Sets the streams of this process to the states that they have on rank 0. One collective for all of them.
+    """Sets the streams of this process to the states that they have on rank 0.
 
-    None in a world of one, or where there is nothing to send. All ranks give the same `rng_types`,
-    as for `accel_core.synchronize_rng_states`, and equally many generators (changed in place), or
-    all raise `CollectiveMismatchError`.
+    One collective for all of them, on equally many generators; none in a world of one, or where
+    there is nothing to send.
     """
     channel = channel_of(world, None)
     if channel is None:
@@ -39,8 +38,7 @@ def synchronize_random_states(rng_types: Sequence[str], generators: Sequence[tor
         else:
             found = []
             warnings.warn(
-                f"rng_types has {kind!r}, but this run trains on {str(world.device)!r}: it has no effect here. Leave it out, "
-                f"or name the stream of the device in use.",
+                f"rng_types has {kind!r}, but this run trains on {str(world.device)!r}: it has no effect here. Leave it out.",
                 stacklevel=2,
             )
         if found:

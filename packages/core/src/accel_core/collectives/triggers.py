@@ -26,10 +26,7 @@ class Trigger:
         self._sets += 1
 
     def check(self) -> bool:
-        """Whether any rank has set it since the last time that this was true. A collective, except in a world of one.
-
-        True resets the trigger on every rank.
-        """
+        """Whether any rank has set it since this was last true. A collective, except in a world of one."""
         sets = self._sets
         found = anywhere(self._world, "check_trigger", sets > self._seen)
         if found:

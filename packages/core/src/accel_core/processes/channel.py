@@ -1,17 +1,11 @@
 """One collective per message, and an error instead of a hang: how the ranks of a group exchange bytes.
 
-Every exchange is an all_gather of one flat buffer. A rank's part is a header of 64-bit words,
-
-    digest | bytes needed | rows of tensor 0 | rows of tensor 1 | ...
-
-and then the tensors, aligned. The digest covers the call, the structure, the dtypes and all
-dimensions but the first: ranks that called different things, or that refuse their arguments, are
-seen in the headers, and all raise.
-
-The capacity of the buffer is the same on every rank, for it depends only on the headers of earlier
-exchanges. If any rank needs more, one second, larger collective follows
-(docs/decisions/0003-collectives-of-agreed-size.md). Messages have a process group of their own:
-gloo takes one for that of another collective, and aborts on a larger one than expected.
+An exchange is an all_gather of one flat buffer: per rank a header of 64-bit words (digest, bytes
+needed, rows of each tensor), then the tensors, aligned. The digest covers the call, the structure,
+the dtypes and all dimensions but the first, so that ranks that called different things are seen.
+Capacities follow from earlier headers alone, the same on every rank; if any rank needs more, a
+second, larger collective follows (docs/decisions/0003-collectives-of-agreed-size.md). Messages have
+a process group of their own: gloo takes one for that of another collective.
 """
 
 from __future__ import annotations
@@ -35,18 +29,13 @@ if TYPE_CHECKING:
 
     from accel_core.processes.watch.monitor import Watch
 
-MEMORY = 4
-"""How many earlier needs, after an exchange of the same kind, decide about a capacity: the largest."""
-
-FRAME_STEP = 4096
-"""Capacities are multiples of this many bytes; below it, gloo takes the same time for any size."""
-
-KEPT_FRAMES, KEPT_BYTES = 4, 64 << 20
-"""Buffers kept for reuse, and the largest: one huge gather must not occupy memory for the rest of the run."""
-
-KEPT_LAYOUTS = 64
-"""Layouts remembered, per cache."""
-
+MEMORY = 4  # earlier needs, after an exchange of the same kind, of which the largest decides about a capacity
+FRAME_STEP = 4096  # capacities are multiples of so many bytes; below, gloo takes the same time for any size
+KEPT_FRAMES, KEPT_BYTES = (
+    4,
+    64 << 20,
+)  # buffers for reuse, and the largest: a huge gather is not to occupy memory for ever
+KEPT_LAYOUTS = 64  # per cache
 _ALIGNMENT = 16
 _WORD = 8
 _REFUSED = 0
@@ -55,16 +44,14 @@ _UNWATCHED: AbstractContextManager[object] = contextlib.nullcontext()
 K = TypeVar("K")
 V = TypeVar("V")
 
-Spec = tuple[torch.dtype, tuple[int, ...]]
-"""A tensor up to its first dimension: dtype, and the sizes of the others."""
+Spec = tuple[torch.dtype, tuple[int, ...]]  # of a tensor up to its first dimension: dtype, and the sizes of the others
 
 
 class Letter:
     """Everything about a rank's message but the values. Made once per layout and kept, for making it is dear.
 
-    The `description` must agree between the ranks, and `specs` follow from it: dtype and trailing
-    dimensions of each tensor. `rows`, the first dimensions, may differ; `stacked`: all are 1, and
-    come in one piece.
+    The `description`, from which `specs` follow, must agree between the ranks; `rows`, the first
+    dimensions, may differ. `stacked`: all are 1, and come in one piece.
     """
 
     def __init__(
@@ -87,9 +74,8 @@ class Letter:
 class Channel:
     """The exchange of messages between the ranks of one group. Every method is a collective of that group.
 
-    `connect` gives the process group for messages, when the first one is sent. `members` are its
-    ranks in the world; None: all. `letters` is where callers keep the letters that they will send
-    again.
+    `connect` gives the process group, when the first message is sent; `members` are its ranks in
+    the world (None: all); `letters` keeps what callers will send again.
     """
 
     def __init__(
@@ -119,10 +105,10 @@ class Channel:
     def exchange(self, letter: Letter, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         """Sends this rank's tensors and receives those of all: for each tensor, one part per rank, in rank order.
 
-        A part has the shape (rows of that rank, trailing dimensions); for a stacked letter there is
-        a single one, of shape (ranks, trailing dimensions). Parts are detached, on the channel's
-        device, in a buffer that the next exchange overwrites: copy them. Raises
-        `CollectiveMismatchError` on every rank if the ranks called different things.
+        A part is of shape (rows of that rank, trailing dimensions); for a stacked letter a single one
+        of shape (ranks, trailing dimensions). Parts are detached, on the channel's device, in a buffer
+        that the next exchange overwrites: copy them. `CollectiveMismatchError` on every rank if the
+        ranks called different things.
         """
         with self._marked(letter.name, letter.description):
             frame = self._frame(self._capacity())

@@ -16,9 +16,11 @@ from accel_core.base.seeds import derive_seed
 
 T = TypeVar("T")
 
-PYTHON, NUMPY = "python", "numpy"
-TORCH_STREAM = "torch"
-"""The key of torch's stream on the CPU in what `capture_random_state` gives."""
+PYTHON, NUMPY, TORCH_STREAM = (
+    "python",
+    "numpy",
+    "torch",
+)  # keys in what `capture_random_state` gives; torch's on the CPU
 _BEGUN = int.from_bytes(b"resume", "big")  # sets these seeds apart from those of loaders
 
 
@@ -96,6 +98,5 @@ def _numpy() -> Any:
         return importlib.import_module("numpy")
     except ImportError as error:
         raise CheckpointError(
-            "The checkpoint holds the state of numpy's random stream, and numpy cannot be imported here. Type `pip install "
-            "numpy`, as in the environment that saved it."
+            "The checkpoint holds the state of numpy's random stream, but numpy is missing here. Type `pip install numpy`."
         ) from error
