@@ -27,9 +27,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-SMALL_BROADCAST = (
-    1 << 20
-)  # bytes that a rank receives: up to these, a tree goes in one exchange, from everyone to everyone
+SMALL_BROADCAST = 1 << 20  # bytes that a rank receives: up to these, a tree goes in one exchange
 PARCEL = 4 << 20  # bytes that are packed together: so much extra memory, and a tensor at least as large goes unpacked
 
 

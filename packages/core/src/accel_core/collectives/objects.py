@@ -18,18 +18,13 @@ from accel_core.processes.watch.collective_scope import collective
 if TYPE_CHECKING:
     from accel_core.processes.world import World
 
-SMALL_OBJECT = (
-    1 << 20
-)  # pickled bytes: more than these `broadcast_object` sends in a second collective, from the source only
+SMALL_OBJECT = 1 << 20  # bytes: more `broadcast_object` sends in a second collective, from the source only
 
 T = TypeVar("T")
 
 
 def gather_objects(objects: Sequence[Any], world: World, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Concatenates the lists of all ranks, in rank order: `accel_core.gather_object`. A collective.
-
-    Objects of other classes than plain data and tensors take a second exchange: could all unpickle?
-    """
+    """The lists of all ranks, concatenated in rank order: `accel_core.gather_object`. A collective."""
     channel = channel_of(world, group)
     if not isinstance(objects, (list, tuple)):
         text = f"gather_object({type(objects).__name__}): expected a list or a tuple, whose items are concatenated. Pass [value] for one item per rank."
@@ -89,9 +84,8 @@ def _broadcast_object(channel: Channel, call: str, structure: str, obj: Any, sou
 def _letter_of_bytes(channel: Channel, call: str, structure: str, count: int, unsure: bool) -> Letter:
     """Three tensors: how many bytes this rank has, those in this message, and a row without values, in the header, if unsure."""
     specs: list[Spec] = [(torch.int64, ()), (torch.uint8, ()), (torch.uint8, (0,))]
-    return channel.letter(
-        (call, structure, count, unsure), lambda: describe(call, structure), specs, [1, count, int(unsure)]
-    )
+    key = (call, structure, count, unsure)
+    return channel.letter(key, lambda: describe(call, structure), specs, [1, count, int(unsure)])
 
 
 def _confirmed(channel: Channel, call: str, receive: Callable[[], T]) -> T:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 __all__ = [
-    "broadcast", "broadcast_object_list", "gather", "gather_object", "pad_across_processes", "pad_input_tensors", "reduce",
-    "synchronize_rng_state", "synchronize_rng_states", "wait_for_everyone",
+    "broadcast", "broadcast_object_list", "gather", "gather_object", "pad_across_processes", "pad_input_tensors",
+    "reduce", "synchronize_rng_state", "synchronize_rng_states", "wait_for_everyone",
 ]  # fmt: skip
 
 
@@ -115,7 +115,8 @@ def synchronize_rng_states(rng_types: Sequence[str], generator: torch.Generator 
         names = as_rng_types("rng_types", rng_types)
         if "generator" in names and generator is None:
             raise ValueError(
-                "rng_types has 'generator', but no generator was given. Pass generator=, or leave the name out."
+                "rng_types has 'generator', but no generator was given. Pass generator=torch.Generator(), the one that is "
+                "to be the same everywhere, or leave the name out."
             )
     except (TypeError, ValueError) as error:
         reduce_gather.refuse(reduce_gather.channel_of(world, None), error)

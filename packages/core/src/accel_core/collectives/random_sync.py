@@ -16,11 +16,7 @@ if TYPE_CHECKING:
 
 
 def synchronize_random_states(rng_types: Sequence[str], generators: Sequence[torch.Generator], world: World) -> None:
-    """Sets the streams of this process to the states that they have on rank 0.
-
-    One collective for all of them, on equally many generators; none in a world of one, or where
-    there is nothing to send.
-    """
+    """Sets streams to their states on rank 0. One collective; none in a world of one, or without streams."""
     channel = channel_of(world, None)
     if channel is None:
         return

@@ -40,11 +40,7 @@ def gather(tree: T, world: World, group: dist.ProcessGroup | None = None) -> T:
 def reduce_tree(
     tree: T, world: World, reduction: Reduction = "sum", scale: float = 1.0, group: dist.ProcessGroup | None = None
 ) -> T:
-    """Combines tensors over the ranks, element by element: `accel_core.reduce`. A collective, except for `"none"`.
-
-    The same on every rank, bit by bit: small tensors are summed everywhere in the same way, narrow
-    floats rounded once; large ones are summed in their own dtype by all_reduce.
-    """
+    """Combines tensors over the ranks: `accel_core.reduce`; the same on all, bit by bit. Collective but for "none"."""
     if reduction == "none":
         return tree
     channel = channel_of(world, group)

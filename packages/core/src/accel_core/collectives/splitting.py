@@ -47,10 +47,7 @@ def only_where(applies: Callable[[], bool], function: Callable[..., Any]) -> Cal
 
 
 def is_process(call: str, argument: str, index: object, own: int, world: World, local: bool) -> bool:
-    """Whether `index`, as a decorator has it, means this process, whose index is `own`; any does in a world of one.
-
-    `call` and `argument` are for messages; `local` indices are those within the machine.
-    """
+    """Whether `index`, as a decorator has it, means this process, whose index is `own`; any does in a world of one."""
     count, where = (world.local_size, "this machine") if local else (world.size, "this run")
     there_are = f"{where} has {count} process(es), 0 to {count - 1}, or -{count} to -1 from the end"
     if not isinstance(index, int) or isinstance(index, bool):
@@ -147,10 +144,8 @@ def _without_timeout(world: World) -> Iterator[None]:
 def split_between_processes(inputs: Any, world: World, apply_padding: bool = False) -> Iterator[Any]:
     """Gives each process its part of `inputs`: consecutive elements, the first `len(inputs) % size` ranks one more.
 
-    No collective: every process is given the same. Parts of sequences are lists, of tuples tuples,
-    of tensors and arrays slices of dim 0, of datasets with `select` what that gives, of torch's
-    `Subset`s; mappings are split value by value. Shorter parts repeat the last element with
-    `apply_padding`. `TypeError` for anything else, such as a string.
+    No collective: every process is given the same. Shorter parts repeat the last element with
+    `apply_padding`. `TypeError` for what cannot be split, such as a string.
     """
     length = _length(inputs, "inputs")
     yield inputs if world.size == 1 else _part(inputs, _indices(length, world, apply_padding))

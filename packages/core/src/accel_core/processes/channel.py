@@ -25,8 +25,6 @@ from accel_core.processes.watch.collective_scope import REFUSED
 from accel_core.processes.watch.stack_location import calling_line
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from accel_core.processes.watch.monitor import Watch
 
 MEMORY = 4  # earlier needs, after an exchange of the same kind, of which the largest decides about a capacity
@@ -39,7 +37,7 @@ KEPT_LAYOUTS = 64  # per cache
 _ALIGNMENT = 16
 _WORD = 8
 _REFUSED = 0
-_UNWATCHED: AbstractContextManager[object] = contextlib.nullcontext()
+_UNWATCHED: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -48,11 +46,7 @@ Spec = tuple[torch.dtype, tuple[int, ...]]  # of a tensor up to its first dimens
 
 
 class Letter:
-    """Everything about a rank's message but the values. Made once per layout and kept, for making it is dear.
-
-    The `description`, from which `specs` follow, must agree between the ranks; `rows`, the first
-    dimensions, may differ. `stacked`: all are 1, and come in one piece.
-    """
+    """Everything about a rank's message but the values; kept per layout. `stacked`: all `rows` are 1, in one piece."""
 
     def __init__(
         self,
@@ -74,8 +68,7 @@ class Letter:
 class Channel:
     """The exchange of messages between the ranks of one group. Every method is a collective of that group.
 
-    `connect` gives the process group, when the first message is sent; `members` are its ranks in
-    the world (None: all); `letters` keeps what callers will send again.
+    `connect` gives the process group when it is needed; `members` are its ranks in the world (None: all).
     """
 
     def __init__(
@@ -144,7 +137,7 @@ class Channel:
         with self._marked(REFUSED):
             self._refuse(self._frame(self._capacity()), error)
 
-    def _marked(self, name: str, details: Description | None = None) -> AbstractContextManager[object]:
+    def _marked(self, name: str, details: Description | None = None) -> contextlib.AbstractContextManager[object]:
         return _UNWATCHED if self._watch is None else self._watch.collective(name, self._members, details)
 
     def _pass(self, frame: _Frame, letter: Letter, tensors: Sequence[torch.Tensor]) -> list[list[int]]:
@@ -153,7 +146,7 @@ class Channel:
             headers = frame.write(letter, tensors)
         except Exception as error:  # noqa: BLE001  (whatever it is, the other ranks are waiting)
             self._refuse(frame, error)
-        self._gather(frame.received, frame.sent)
+        dist.all_gather_single(frame.received, frame.sent, group=self.group)
         by_rank: list[list[int]] = headers.tolist()
         for header in by_rank:
             if header[0] != letter.digest:
@@ -162,13 +155,10 @@ class Channel:
 
     def _refuse(self, frame: _Frame, error: Exception) -> NoReturn:
         headers = frame.write_refusal()
-        self._gather(frame.received, frame.sent)
+        dist.all_gather_single(frame.received, frame.sent, group=self.group)
         if any(digest != _REFUSED for digest, _ in headers.tolist()):
             self._descriptions({"error": f"{type(error).__name__}: {error}"})
         raise error
-
-    def _gather(self, received: torch.Tensor, sent: torch.Tensor) -> None:
-        dist.all_gather_single(received, sent, group=self.group)
 
     def _capacity(self) -> int:
         return _rounded(max(self._needs.get(self._previous, (FRAME_STEP,))))
@@ -185,11 +175,11 @@ class Channel:
         """The descriptions of all ranks, in rank order. Two collectives; only when something is wrong already."""
         text = from_bytes(bytearray(json.dumps({**description, "line": calling_line()}).encode()))
         lengths = torch.empty(self.size, dtype=torch.int64, device=self.device)
-        self._gather(lengths, torch.tensor([len(text)], device=self.device))
+        dist.all_gather_single(lengths, torch.tensor([len(text)], device=self.device), group=self.group)
         longest = int(lengths.max())
         padded = torch.nn.functional.pad(text, (0, longest - len(text)), value=ord(" ")).to(self.device)
         received = torch.empty(self.size * longest, dtype=torch.uint8, device=self.device)
-        self._gather(received, padded)
+        dist.all_gather_single(received, padded, group=self.group)
         return [json.loads(to_bytes(part)) for part in received.chunk(self.size)]
 
 

@@ -25,10 +25,7 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obje
 
 
 def leave(error: BaseException, *, follows: bool, why: str = "") -> None:
-    """Writes the file that torch's `record` writes, if an agent has asked for one and nobody has written it.
-
-    `follows`: the error only follows from another rank's failure; `why`: what the Watch found out.
-    """
+    """Writes the agent's error file, if asked for and not there; `follows`: after another rank's failure."""
     name = os.environ.get(VARIABLE)
     if not name or Path(name).exists():
         return

@@ -1,7 +1,4 @@
-"""The variables by which launchers give a process its place in the run, as data.
-
-They are read here alone, and never written. For one more launcher, add a row to `LAUNCHERS`.
-"""
+"""The launchers' variables, as data; read here alone, never written. One more launcher: a row of `LAUNCHERS`."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from typing import NamedTuple, NoReturn
 
 from accel_core.base.errors import WorldError
 
-# Unprivileged, and below what kernels give to clients; a prime of them, so that identities which differ by little have others.
+# Unprivileged, and below what kernels give to clients; a prime of them, so that similar identities have different ones.
 _PORTS = range(15000, 29983)
 
 
@@ -56,8 +53,8 @@ _OPEN_MPI = _mpi(
 )
 _PMI = "PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS"
 
-# Scripts and users set torchrun's variables as well, so they are compared with those of the others. The second row is a size
-# without a rank: an error that says so, and not a world of one.
+# Users set torchrun's variables as well, so they are compared with those of the others. The second row is a size without a
+# rank: an error that says so, and not a world of one.
 TORCHRUN = (_TORCHRUN, _TORCHRUN._replace(marks=("WORLD_SIZE",)))
 # The other launchers, in the order in which they are asked.
 LAUNCHERS = (

@@ -12,9 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 SHOWN = 8  # differing tensors that a message lists per rank
-Description = dict[
-    str, Any
-]  # what `describe` gives; or only `error`: why a rank could not take part. It is sent as JSON.
+Description = dict[str, Any]  # what `describe` gives, or only `error`: why a rank could not take part; sent as JSON
 
 
 def describe(

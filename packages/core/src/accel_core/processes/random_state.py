@@ -97,6 +97,7 @@ def _numpy() -> Any:
     try:
         return importlib.import_module("numpy")
     except ImportError as error:
-        raise CheckpointError(
-            "The checkpoint holds the state of numpy's random stream, but numpy is missing here. Type `pip install numpy`."
-        ) from error
+        text = (
+            "The checkpoint holds the state of numpy's random stream, but numpy is missing. Type `pip install numpy`."
+        )
+        raise CheckpointError(text) from error

@@ -1,8 +1,4 @@
-"""The rendezvous of a world's ranks: one store, one job, and a rank and a device of its own for each; and their end.
-
-Every rank hands in a *card* with its device. The last, or one that has waited too long, gives the
-*verdict*, which holds for all.
-"""
+"""The rendezvous of a world's ranks: each hands in a card with its device, and one gives the verdict for all; and their end."""
 
 from __future__ import annotations
 
@@ -85,11 +81,7 @@ def round_of(store: dist.Store, place: Place, count: int) -> dist.Store:
 
 
 def assemble(store: dist.Store, url: str, place: Place, device: torch.device, timeout: timedelta) -> None:
-    """Waits until every rank has come, each with a device of its own. A collective; `store` is that of this round.
-
-    Raises `WorldError` on every rank that has come, with the same reason; `DistError` if the store
-    is lost meanwhile.
-    """
+    """Waits until every rank has come, with a device of its own; else `WorldError` on all that came. A collective."""
     everyone = range(place.size)
     store.set(f"card/{place.rank}", identity(device))
     if store.add("cards", 1) == place.size:
@@ -147,11 +139,7 @@ def _sharing(devices: list[str]) -> str:
 
 
 class Shutdown:
-    """The end of one rank, through the store: a collective could fail when somebody has gone already.
-
-    First everyone waits until nobody works in the group, then rank 0, which may host the store,
-    until the others need it no more. With no patience it neither waits nor says anything.
-    """
+    """The end of one rank, through the store: a collective could fail when somebody has gone already."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, patience: timedelta) -> None:
         self._store, self._rank, self._size = dist.PrefixStore("farewell", store), rank, size
@@ -162,6 +150,7 @@ class Shutdown:
         """Whether there was patience enough for all that was to be said and heard."""
         return time.monotonic() < self._deadline
 
+    # First everyone waits until nobody works in the group, then rank 0, which may host the store, until nobody needs that.
     def say(self, word: str, wait: bool) -> None:
         """Says "ready", if this rank works in the group no more, or "gone"; waits for the others to say so."""
         left = timedelta(seconds=self._deadline - time.monotonic())
