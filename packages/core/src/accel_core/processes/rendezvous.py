@@ -1,4 +1,4 @@
-"""The rendezvous of a world's ranks: each hands in a card with its device, and one gives the verdict for all; and their end."""
+"""The rendezvous of a world's ranks: each hands in a *card*, and one gives the *verdict* for all; and their end."""
 
 from __future__ import annotations
 

@@ -272,7 +272,7 @@ class World:
         return self._channels[group]
 
     def group_beside(self, group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
-        """A group of the same ranks, made once for each purpose, for what may be under way at the same time. Collective then."""
+        """A group of the same ranks, one for each purpose: gloo mixes up collectives under way at once. Collective."""
         return self._group_of(tuple(dist.get_process_group_ranks(group)), purpose)
 
     def _group_of(self, ranks: tuple[int, ...], purpose: str, by_all: bool = False) -> dist.ProcessGroup:
