@@ -1,7 +1,4 @@
-"""What a failed process leaves for its launcher and its user: the error file of torch's agents, and one traceback.
-
-A mistake that all ranks of one agent on one terminal make is shown once; later ranks say so in a line.
-"""
+"""What a failed process leaves for its launcher and its user: the error file of torch's agents, and one traceback."""
 
 from __future__ import annotations
 

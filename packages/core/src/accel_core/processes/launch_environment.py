@@ -211,15 +211,11 @@ class _Reader(NamedTuple):
                 self.fail(f"MASTER_PORT={value!r} is no port")
             return int(value)
         job = self.job()
-        return _port(job) if job else None
+        # Jobs whose identities differ in one number, or by little, have different ports on one host.
+        number = zlib.crc32(re.sub(r"\d+", "", job).encode())
+        for digits in re.findall(r"\d+", job):
+            number = number * 61 + int(digits)
+        return _PORTS[number % len(_PORTS)] if job else None
 
     def job(self) -> str:
         return " ".join(self.environ[name] for name in self.launcher.job if self.environ.get(name))
-
-
-def _port(job: str) -> int:
-    """The port of a job. Jobs whose identities differ in one number, or by little, have different ones on one host."""
-    number = zlib.crc32(re.sub(r"\d+", "", job).encode())
-    for digits in re.findall(r"\d+", job):
-        number = number * 61 + int(digits)
-    return _PORTS[number % len(_PORTS)]

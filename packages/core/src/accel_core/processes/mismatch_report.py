@@ -18,11 +18,7 @@ Description = dict[str, Any]  # what `describe` gives, or only `error`: why a ra
 def describe(
     call: str, structure: str = "", leaves: Sequence[tuple[str, torch.dtype, Sequence[int | str]]] = ()
 ) -> Description:
-    """The description of a call: all that must agree between the ranks that take part.
-
-    `call` has its options: `reduce('mean')`; `structure` is equal where the nested structures are;
-    `leaves` are path, dtype and sizes of each tensor, `*` for one that may differ.
-    """
+    """What must agree between the ranks: the call with its options; `leaves`: path, dtype, sizes (`*`: any)."""
     texts = [[path, str(dtype).removeprefix("torch."), list(sizes)] for path, dtype, sizes in leaves]
     return {"call": call, "structure": structure, "leaves": texts}
 

@@ -307,7 +307,7 @@ class World:
     def end(self) -> None:
         """Closes what is to be closed, and ends the process group if this world started it. Nothing the second time.
 
-        Every rank calls it, or comes here at exit, and waits for the others for `PATIENCE` at most.
+        A collective, at exit at the latest: every rank waits for the others, `PATIENCE` at most.
         """
         self._end(patient=True)
 
