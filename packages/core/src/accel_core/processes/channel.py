@@ -27,12 +27,10 @@ from accel_core.processes.watch.stack_location import calling_line
 if TYPE_CHECKING:
     from accel_core.processes.watch.monitor import Watch
 
+FRAME_STEP = 4096
+"""Capacities are multiples of so many bytes; below, gloo takes the same time for any size."""
 MEMORY = 4  # earlier needs, after an exchange of the same kind, of which the largest decides about a capacity
-FRAME_STEP = 4096  # capacities are multiples of so many bytes; below, gloo takes the same time for any size
-KEPT_FRAMES, KEPT_BYTES = (
-    4,
-    64 << 20,
-)  # buffers for reuse, and the largest: a huge gather is not to occupy memory for ever
+KEPT_FRAMES, KEPT_BYTES = 4, 64 << 20  # buffers for reuse, and the largest: a huge gather is not to stay in memory
 KEPT_LAYOUTS = 64  # per cache
 _ALIGNMENT = 16
 _WORD = 8

@@ -16,11 +16,9 @@ from accel_core.base.seeds import derive_seed
 
 T = TypeVar("T")
 
-PYTHON, NUMPY, TORCH_STREAM = (
-    "python",
-    "numpy",
-    "torch",
-)  # keys in what `capture_random_state` gives; torch's on the CPU
+PYTHON, NUMPY = "python", "numpy"
+TORCH_STREAM = "torch"
+"""The key of torch's stream on the CPU in what `capture_random_state` gives."""
 _BEGUN = int.from_bytes(b"resume", "big")  # sets these seeds apart from those of loaders
 
 

@@ -61,7 +61,7 @@ class World:
         self._hosted = place.agent
         # Whether every collective is compared across the ranks before it runs.
         self.checks = flag("debug", None, "ACCELERATE_DEBUG_MODE", False).value
-        self.watch: Watch | None = None  # in a world of one, and where ranks met without a store
+        self.watch: Watch | None = None  # stays so in a world of one, and where ranks met without a store
         self._connections: Connections | None = None  # those of the groups that were made here
         self._url: str | None = None  # the meeting point; None if somebody else started the group
         self._store: dist.Store | None = None  # where this world met; None if somebody else started the group
@@ -272,7 +272,7 @@ class World:
         return self._channels[group]
 
     def group_beside(self, group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
-        """A group of the same ranks, one for each purpose: gloo mixes up collectives under way at once. Collective."""
+        """A group of the same ranks, one for each purpose: gloo ends a rank that gets more than expected. Collective."""
         return self._group_of(tuple(dist.get_process_group_ranks(group)), purpose)
 
     def _group_of(self, ranks: tuple[int, ...], purpose: str, by_all: bool = False) -> dist.ProcessGroup:
@@ -370,7 +370,7 @@ def groups_beside(group: dist.ProcessGroup) -> list[dist.ProcessGroup]:
 
 
 def _end_all() -> None:
-    """At exit: ends the worlds that still have a group, without waiting where an error ends this process."""
+    """At exit: ends worlds that still have a group, else torch may abort; does not wait after an error."""
     if any(world._process != os.getpid() for world in _all):
         return  # it was forked, and leaves the connections alone
     error = fatal_error()
@@ -381,7 +381,7 @@ def _end_all() -> None:
 
 
 def end_worlds() -> None:
-    """Ends at once the worlds that still have a group, which ends at exit otherwise."""
+    """Ends at once the worlds that still have a group, which ends at exit otherwise: for what takes long in this process alone."""
     atexit.unregister(_end_all)
     _end_all()
 

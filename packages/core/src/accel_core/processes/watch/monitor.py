@@ -26,10 +26,7 @@ if TYPE_CHECKING:
     from accel_core.processes.mismatch_report import Description
     from accel_core.processes.watch.stack_location import State
 
-PERIOD, ALERT = (
-    1.0,
-    0.5,
-)  # seconds between two looks: as a rule; while this rank waits, or asks why its connection broke
+PERIOD, ALERT = 1.0, 0.5  # seconds between two looks: as a rule; while this rank waits, or asks why a connection broke
 # In how many reports of a rank it has to wait in vain, in the same collective, before that is believed: it may be about to
 # leave that one. Twice as often if the lines of others are still to come.
 SIGHTINGS = 3
@@ -251,7 +248,7 @@ class Watch:
             self._reply(told or broken_text(self._rank, name, timed_out, reports, silent | gone))
 
     def _look_alone(self, report: Report, state: State) -> None:
-        """A look without the store, which may be lost while rank 0 runs, for the launcher may host it."""
+        """A look without the store: a stopped host does not answer; a lost store alone says nothing of rank 0."""
         self._stopped_since = self._stopped_since or self._status.seconds
         if state == "stopped" and self._status.seconds - self._stopped_since < SILENT:
             return
