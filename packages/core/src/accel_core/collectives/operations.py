@@ -98,7 +98,10 @@ def wait_for_everyone() -> None:
 
 
 def synchronize_rng_state(rng_type: str | None = None, generator: torch.Generator | None = None) -> None:
-    """Sets one stream ("torch", or "generator" if one is given) to its state on rank 0: `synchronize_rng_states`. Collective."""
+    """Sets one stream to its state on rank 0: see `synchronize_rng_states`. Collective.
+
+    "generator" is the default if one is given, else "torch".
+    """
     default = "torch" if generator is None else "generator"
     synchronize_rng_states([default if rng_type is None else rng_type], generator)
 

@@ -136,8 +136,9 @@ def check_tensors(call: str, tree: Tree, leaves: list[Any]) -> None:
     for path, leaf in zip(paths(tree, "data"), leaves, strict=True):
         if not isinstance(leaf, torch.Tensor):
             raise TypeError(
-                f"{call}() takes tensors in nested tuples, lists and dicts; {path} is a {type(leaf).__name__}. Use torch.tensor"
-                f"(...), or for one object per sample accelerator.gather_for_metrics(objects, use_gather_object=True)."
+                f"{call}() takes tensors in nested tuples, lists and dicts; {path} is a {type(leaf).__name__}. Use "
+                f"torch.tensor(...), or for one object per sample "
+                f"accelerator.gather_for_metrics(objects, use_gather_object=True)."
             )
         if leaf.layout is not torch.strided:
             raise TypeError(

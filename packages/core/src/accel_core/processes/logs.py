@@ -37,7 +37,8 @@ class ProcessLogger(logging.LoggerAdapter):  # type: ignore[type-arg]  # not bef
     """A standard logger whose methods take two more arguments.
 
     `main_process_only` (True): one line per node, from its local main process, else one from every
-    process, which begins with `[RANK n]`. `in_order` (False): all lines, rank after rank; collective.
+    process, which begins with `[RANK n]`. `in_order` (False): all lines, rank after rank; a
+    collective, with the same level enabled on every rank.
     """
 
     def __init__(self, logger: logging.Logger) -> None:
