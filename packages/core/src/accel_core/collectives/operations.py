@@ -44,8 +44,8 @@ def gather_object(object: Sequence[Any]) -> list[Any]:
     """Concatenates the lists of all ranks, in rank order: `gather_object([value])` has one item per rank. Collective.
 
     Takes a list or tuple, of any length, of objects that can be pickled; tensors inside arrive on
-    the CPU. `TypeError` on every rank for anything else, `UnpicklingError` where an object cannot
-    be unpickled; the other ranks raise `CollectiveMismatchError` then.
+    the CPU. `TypeError` on every rank for anything else. Where an object cannot be pickled, or
+    unpickled (`UnpicklingError`), the other ranks raise `CollectiveMismatchError` with the reason.
     """
     return objects.gather_objects(object, World.current())
 

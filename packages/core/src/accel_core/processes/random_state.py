@@ -95,7 +95,6 @@ def _numpy() -> Any:
     try:
         return importlib.import_module("numpy")
     except ImportError as error:
-        text = (
+        raise CheckpointError(
             "The checkpoint holds the state of numpy's random stream, but numpy is missing. Type `pip install numpy`."
-        )
-        raise CheckpointError(text) from error
+        ) from error
