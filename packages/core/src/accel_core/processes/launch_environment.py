@@ -40,18 +40,18 @@ _TORCHRUN = Launcher("torchrun", ("RANK",), "RANK", ("WORLD_SIZE",), "LOCAL_RANK
 _BATCH = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 
 
-def _mpi(names: str, *marks: str, job: tuple[str, ...] = _BATCH) -> Launcher:
+def _mpi(names: tuple[str, str, str, str], *marks: str, job: tuple[str, ...] = _BATCH) -> Launcher:
     """A kind of mpirun, known by `marks` and the first of the four `names` of its variables."""
-    rank, size, local_rank, local_size = names.split()
+    rank, size, local_rank, local_size = names
     place = ((rank, *marks), rank, (size,), local_rank, (local_size,))
     return Launcher("mpi", *place, job=job, nodes=("SLURM_JOB_NODELIST",))
 
 
 _OPEN_MPI = _mpi(
-    "OMPI_COMM_WORLD_RANK OMPI_COMM_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_RANK OMPI_COMM_WORLD_LOCAL_SIZE",
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     job=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", *_BATCH),
 )
-_PMI = "PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS"
+_PMI = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
 # Users set torchrun's variables as well, so they are compared with those of the others. The second row is a size without a
 # rank: an error that says so, and not a world of one.
@@ -60,9 +60,10 @@ TORCHRUN = (_TORCHRUN, _TORCHRUN._replace(marks=("WORLD_SIZE",)))
 LAUNCHERS = (
     # mpirun inside a Slurm job starts its daemons with srun, whose variables the ranks inherit: so MPI comes first.
     _OPEN_MPI,
-    _mpi("MV2_COMM_WORLD_RANK MV2_COMM_WORLD_SIZE MV2_COMM_WORLD_LOCAL_RANK MV2_COMM_WORLD_LOCAL_SIZE"),  # MVAPICH2
-    _mpi(_PMI, "MPI_LOCALRANKID"),  # MPICH and Intel MPI
-    _mpi("PMI_RANK PMI_SIZE PMI_LOCAL_RANK PMI_LOCAL_SIZE", "PMI_LOCAL_RANK"),
+    # MVAPICH2, then MPICH and Intel MPI
+    _mpi(("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE")),
+    _mpi(_PMI, "MPI_LOCALRANKID"),
+    _mpi(("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"), "PMI_LOCAL_RANK"),
     Launcher(
         source="slurm",
         # A batch script has a process id too, and is one process all the same: only steps of srun have a step id.
