@@ -10,7 +10,7 @@ import torch
 from together import Together
 
 from accel_core.collectives.reduce_gather import gather
-from accel_core.collectives.triggers import Trigger
+from accel_core.collectives.stop_signals import Trigger
 from accel_core.processes.world import World
 from accel_testing import run_ranks
 

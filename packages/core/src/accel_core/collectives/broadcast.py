@@ -1,8 +1,4 @@
-"""Tensors of one rank for all.
-
-A small tree takes one exchange. A large one is compared first, and then broadcast: its large
-tensors each by itself and straight into the result, its small ones packed together.
-"""
+"""Tensors of one rank for all: small trees in one exchange, large ones compared first, and then broadcast."""
 
 from __future__ import annotations
 
@@ -31,18 +27,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-SMALL_BROADCAST = 1 << 20
-"""A tree goes in one exchange, from everyone to everyone, while a rank receives at most this many bytes."""
-
-PARCEL = 4 << 20
-"""Bytes that are packed together: so much extra memory, and a tensor at least as large goes unpacked."""
+SMALL_BROADCAST = 1 << 20  # bytes that a rank receives: up to these, a tree goes in one exchange
+PARCEL = 4 << 20  # bytes that are packed together: so much extra memory, and a tensor at least as large goes unpacked
 
 
 def broadcast(tree: T, world: World, source: int = 0, group: dist.ProcessGroup | None = None) -> T:
-    """Gives every rank the tensors of one rank of the group (None: all): `accel_core.broadcast`. A collective.
-
-    Where shapes are not known on every rank, use `broadcast_object_list`.
-    """
+    """The tensors of one rank of the group, on every rank: `accel_core.broadcast`. A collective."""
     channel = channel_of(world, group)
     call = f"broadcast(from_process={source!r})"
     check_source(channel, call, source)

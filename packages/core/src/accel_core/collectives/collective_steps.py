@@ -20,9 +20,8 @@ _LINE = "_accel_line"
 def everywhere(world: World, step: str, work: Callable[[], T]) -> list[T]:
     """Does some work on every rank and gives each the results of all, in rank order. A collective.
 
-    `step` says what it is, in words that go on after "rank 1 waits". What `work` returns is pickled
-    for the others. If it raises on one rank, all raise the error of the lowest such rank, which is
-    named.
+    `step` goes on after "rank 1 waits". Results are pickled. If the work raises on one rank, all
+    raise the error of the lowest such rank, which is named.
     """
     if world.size == 1:
         return [work()]
@@ -82,10 +81,7 @@ def _tried(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def portable(error: Exception | None) -> Exception | None:
-    """An error that can be unpickled anywhere: others may have constructors that their pickles do not call rightly.
-
-    One that is not ours takes along the line at which it occurred.
-    """
+    """An error that can be unpickled anywhere, with the line at which it occurred unless it is ours."""
     if error is None or type(error) is CheckpointError:
         return error
     carried: Exception

@@ -1,8 +1,4 @@
-"""Gathering for metrics: every sample of the data counted exactly once.
-
-Loaders pad at the end of a batch, and the feed knows how many rows are real. Padding is cut off
-before anything is sent, and one gather of ragged tensors does the rest.
-"""
+"""Gathering for metrics: padding is cut off before anything is sent, so every sample is counted once."""
 
 from __future__ import annotations
 
@@ -24,19 +20,13 @@ _HOW = "Call gather_for_metrics once per batch, inside the loop over the prepare
 
 
 def gather_for_metrics(
-    data: Tree,
-    rows: Rows | None,
-    world: World,
-    group: ProcessGroup | None = None,
-    use_gather_object: bool = False,
+    data: Tree, rows: Rows | None, world: World, group: ProcessGroup | None = None, use_gather_object: bool = False
 ) -> Tree:
     """Gathers the results for one batch from all ranks, without the padding. A collective, exactly one.
 
-    `data` are nested tensors, one row per sample of this rank's batch (without dimensions: one
-    element per rank), or a list or tuple of objects, of which at least one is no tensor or
-    `use_gather_object` is set. `rows` are from `Feed.current_rows()`; None gathers everything.
-    Raises on every rank `ValueError` if there is not one row per sample, `TypeError` for objects in
-    no list or tuple, `CollectiveMismatchError` for what differs.
+    `data`: nested tensors, one row per sample (0-dim: one element per rank), or a list or tuple of
+    objects. `rows` are from `Feed.current_rows()`; None gathers everything. Raises on every rank
+    `ValueError` if there is not one row per sample, `TypeError` for objects in no list or tuple.
     """
     leaves, shape = flatten_with_shape(data)
     if use_gather_object or not leaves or not all([isinstance(leaf, torch.Tensor) for leaf in leaves]):

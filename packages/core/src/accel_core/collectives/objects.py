@@ -18,18 +18,13 @@ from accel_core.processes.watch.collective_scope import collective
 if TYPE_CHECKING:
     from accel_core.processes.world import World
 
-SMALL_OBJECT = 1 << 20
-"""`broadcast_object` sends more pickled bytes than this in a second collective, from the source only."""
+SMALL_OBJECT = 1 << 20  # bytes: more `broadcast_object` sends in a second collective, from the source only
 
 T = TypeVar("T")
 
 
 def gather_objects(objects: Sequence[Any], world: World, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Concatenates the lists of all ranks, in rank order: `accel_core.gather_object`. A collective.
-
-    Plain data, with tensors, takes one exchange. Objects of other classes take a second one, in
-    which the ranks tell each other whether all could unpickle them.
-    """
+    """The lists of all ranks, concatenated in rank order: `accel_core.gather_object`. A collective."""
     channel = channel_of(world, group)
     if not isinstance(objects, (list, tuple)):
         text = f"gather_object({type(objects).__name__}): expected a list or a tuple, whose items are concatenated. Pass [value] for one item per rank."
@@ -47,10 +42,7 @@ def gather_objects(objects: Sequence[Any], world: World, group: dist.ProcessGrou
 
 
 def broadcast_object(obj: Any, world: World, source: int = 0, group: dist.ProcessGroup | None = None) -> Any:
-    """Gives every rank the object of the rank `source` of the group. A collective; errors as in `gather_objects`.
-
-    Returns `obj` itself on the source, and a copy elsewhere, where `obj` is ignored.
-    """
+    """The object of the rank `source` of the group; on the source `obj` itself. A collective."""
     channel = channel_of(world, group)
     call = f"broadcast_object(source={source!r})"
     check_source(channel, call, source)
@@ -92,9 +84,8 @@ def _broadcast_object(channel: Channel, call: str, structure: str, obj: Any, sou
 def _letter_of_bytes(channel: Channel, call: str, structure: str, count: int, unsure: bool) -> Letter:
     """Three tensors: how many bytes this rank has, those in this message, and a row without values, in the header, if unsure."""
     specs: list[Spec] = [(torch.int64, ()), (torch.uint8, ()), (torch.uint8, (0,))]
-    return channel.letter(
-        (call, structure, count, unsure), lambda: describe(call, structure), specs, [1, count, int(unsure)]
-    )
+    key = (call, structure, count, unsure)
+    return channel.letter(key, lambda: describe(call, structure), specs, [1, count, int(unsure)])
 
 
 def _confirmed(channel: Channel, call: str, receive: Callable[[], T]) -> T:
@@ -108,15 +99,13 @@ def _confirmed(channel: Channel, call: str, receive: Callable[[], T]) -> T:
 
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
-
+# Packages that are the same on every rank: what consists of their classes alone unpickles on all ranks, or on none.
 _EVERYWHERE = ("accel_core", "builtins", "collections", "copyreg", "torch")
-"""Packages that are the same on every rank: what consists of their classes alone unpickles on all ranks, or on none."""
-
+# Of other dtypes, such as float8, torch writes pickles that it cannot read.
 _TYPED = {
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
 }
-"""Of other dtypes, such as float8, torch writes pickles that it cannot read."""
 
 
 class _Pickler(pickle.Pickler):

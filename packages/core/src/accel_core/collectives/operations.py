@@ -1,10 +1,8 @@
 """Operations of all processes together, as functions: for code that has no `Accelerator`.
 
-Each works in the world of this process (`World.current()`), which its first call starts if nobody
-has. A **collective** is called by every rank, in the same order; where arguments do not fit
-together, all ranks raise `CollectiveMismatchError` with a table by rank. A *tree* is a tensor, or
-nested tuples, lists, dicts and other mappings of strided tensors of any dtype; a leaf that is no
-tensor is a `TypeError` on every rank. In a world of one they cost next to nothing.
+Each works in `World.current()`. A *collective* is called by every rank, in the same order; where
+arguments do not fit together, all raise `CollectiveMismatchError`. A *tree* is a tensor, or nested
+tuples, lists and mappings of strided tensors; another leaf is a `TypeError` on every rank.
 """
 
 from __future__ import annotations
@@ -27,25 +25,17 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 __all__ = [
-    "broadcast",
-    "broadcast_object_list",
-    "gather",
-    "gather_object",
-    "pad_across_processes",
-    "pad_input_tensors",
-    "reduce",
-    "synchronize_rng_state",
-    "synchronize_rng_states",
-    "wait_for_everyone",
-]
+    "broadcast", "broadcast_object_list", "gather", "gather_object", "pad_across_processes", "pad_input_tensors",
+    "reduce", "synchronize_rng_state", "synchronize_rng_states", "wait_for_everyone",
+]  # fmt: skip
 
 
 def gather(tensor: T) -> T:
     """Concatenates the tensors of all ranks along dim 0, in rank order. Collective.
 
-    Takes a tree of one structure on all ranks, with equal dtypes; sizes may differ in dim 0 only,
-    and a tensor without dimensions gives one element per rank. Returns the same structure,
-    detached, each tensor on its device; in a world of one the tensors themselves.
+    Takes a tree of one structure and equal dtypes; sizes may differ in dim 0 only, and a tensor
+    without dimensions gives one element per rank. Returns the same structure, detached, each tensor
+    on its device; in a world of one the tensors themselves.
     """
     return reduce_gather.gather(tensor, World.current())
 
@@ -54,9 +44,8 @@ def gather_object(object: Sequence[Any]) -> list[Any]:
     """Concatenates the lists of all ranks, in rank order: `gather_object([value])` has one item per rank. Collective.
 
     Takes a list or tuple, of any length, of objects that can be pickled; tensors inside arrive on
-    the CPU. Raises `TypeError` on every rank for anything else, and `UnpicklingError` on a rank
-    that cannot unpickle what another one sent. There, and where an object cannot be pickled, the
-    other ranks raise `CollectiveMismatchError` with that reason.
+    the CPU. `TypeError` on every rank for anything else. Where an object cannot be pickled, or
+    unpickled (`UnpicklingError`), the other ranks raise `CollectiveMismatchError` with the reason.
     """
     return objects.gather_objects(object, World.current())
 
@@ -64,10 +53,9 @@ def gather_object(object: Sequence[Any]) -> list[Any]:
 def reduce(tensor: T, reduction: Reduction, scale: float = 1.0) -> T:
     """Combines tensors over the ranks: "sum", "mean", "max", times `scale`; "none" returns `tensor`. Collective but for that.
 
-    The reduction has no default: `Accelerator.reduce` sums, functions of this name elsewhere
-    average. Takes a tree of one structure, and of the same shapes, on all ranks, and returns the
-    same, detached, equal on all ranks. Dtypes stay, but booleans are counted as int64, and the mean
-    of integers and booleans, or their product with a scale, has the default floating dtype. Raises
+    Takes a tree of one structure, and of the same shapes, on all ranks, and returns the same,
+    detached, equal on all ranks. Dtypes stay, but booleans are counted as int64, and the mean of
+    integers and booleans, or their product with a scale, has the default floating dtype.
     `ValueError` on every rank for another reduction.
     """
     return reduce_gather.reduce_tree(tensor, World.current(), reduction, scale)
@@ -76,10 +64,10 @@ def reduce(tensor: T, reduction: Reduction, scale: float = 1.0) -> T:
 def broadcast(tensor: T, from_process: int = 0) -> T:
     """Gives every rank the tensors of one rank. Collective.
 
-    Takes a tree of one structure, and of the same shapes and dtypes, on all ranks; values count on
-    the source only, elsewhere tensors on the meta device will do. Returns new tensors, detached,
-    each on the device of the one given here, or on the world's for a meta tensor; in a world of one
-    `tensor` itself. Raises `ValueError` on every rank if there is no such process.
+    Takes a tree of one structure, and of the same shapes and dtypes, on all ranks; elsewhere than
+    on the source, tensors on the meta device will do. Returns new tensors, detached, each on the
+    device of the one given here (meta: the world's); in a world of one `tensor` itself.
+    `ValueError` on every rank if there is no such process.
     """
     return broadcast_over(tensor, World.current(), from_process)
 
@@ -87,9 +75,8 @@ def broadcast(tensor: T, from_process: int = 0) -> T:
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
     """Replaces the items of every rank's list, in place, by those of one rank, and returns it. Collective.
 
-    The lists have one length on all ranks; items are ignored but for the source's, which can be
-    pickled. Raises `TypeError` on every rank for no list, `ValueError` for no such process, others
-    as `gather_object`.
+    The lists have one length; the source's items can be pickled. `TypeError` on every rank for no
+    list, `ValueError` for no such process, others as `gather_object`.
     """
     return objects.broadcast_object_list(object_list, World.current(), from_process)
 
@@ -97,10 +84,9 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
 def pad_across_processes(tensor: T, dim: int = 0, pad_index: complex = 0, pad_first: bool = False) -> T:
     """Pads each tensor along one dimension to the largest size that it has on any rank. Collective.
 
-    Takes a tree of one structure on all ranks, with the same numbers of dimensions, all of which
-    may differ in size; a tensor without `dim` stays as it is. The values are filled up with
-    `pad_index`, behind them or, with `pad_first`, before them. Returns the same structure and
-    dtypes; each tensor is new, or itself if it has the largest size. Gradients flow through. Raises
+    Takes a tree of one structure, with equal numbers of dimensions, of any sizes; a tensor without
+    `dim` stays as it is. `pad_index` goes behind the values or, with `pad_first`, before them.
+    Returns the same structure and dtypes, new tensors where sizes change; gradients flow through.
     `ValueError` on every rank if a dtype cannot hold `pad_index`.
     """
     return padding.pad_across_processes(tensor, World.current(), dim, pad_index, pad_first)
@@ -112,9 +98,9 @@ def wait_for_everyone() -> None:
 
 
 def synchronize_rng_state(rng_type: str | None = None, generator: torch.Generator | None = None) -> None:
-    """Sets one random stream to the state that it has on rank 0: see `synchronize_rng_states`. Collective.
+    """Sets one stream to its state on rank 0: see `synchronize_rng_states`. Collective.
 
-    `rng_type` is "generator" by default if one is given, else "torch".
+    "generator" is the default if one is given, else "torch".
     """
     default = "torch" if generator is None else "generator"
     synchronize_rng_states([default if rng_type is None else rng_type], generator)
@@ -123,10 +109,9 @@ def synchronize_rng_state(rng_type: str | None = None, generator: torch.Generato
 def synchronize_rng_states(rng_types: Sequence[str], generator: torch.Generator | None = None) -> None:
     """Sets random streams to the states that they have on rank 0. One collective; none in a world of one.
 
-    `rng_types` are names of `RNGType`: "torch" for torch's global stream on the CPU, a device type
-    for that of the device, "generator" for `generator`, which is changed in place. What has no
-    effect here warns. Raises on every rank `TypeError` for no list of names, `ValueError` for an
-    unknown name or a missing generator, `CollectiveMismatchError` for other streams.
+    `rng_types`: "torch" for torch's global stream on the CPU, a device type for that of the device,
+    "generator" for `generator`, changed in place. What has no effect here warns. Raises on every
+    rank `TypeError` for no list of names, `ValueError` for an unknown name or a missing generator.
     """
     world = World.current()
     try:
@@ -140,8 +125,7 @@ def synchronize_rng_states(rng_types: Sequence[str], generator: torch.Generator 
         reduce_gather.refuse(reduce_gather.channel_of(world, None), error)
     if generator is not None and "generator" not in names:
         warnings.warn(
-            f"synchronize_rng_states() was given a generator, but rng_types={list(names)} leaves it alone. Add 'generator' "
-            f"to rng_types, or leave the generator out.",
+            f"synchronize_rng_states() was given a generator, but rng_types={list(names)} leaves it alone. Add 'generator'.",
             stacklevel=2,
         )
     random_sync.synchronize_random_states(names, [] if generator is None else [generator], world)

@@ -16,12 +16,7 @@ if TYPE_CHECKING:
 
 
 def synchronize_random_states(rng_types: Sequence[str], generators: Sequence[torch.Generator], world: World) -> None:
-    """Sets the streams of this process to the states that they have on rank 0. One collective for all of them.
-
-    None in a world of one, or where there is nothing to send. All ranks give the same `rng_types`,
-    as for `accel_core.synchronize_rng_states`, and equally many generators (changed in place), or
-    all raise `CollectiveMismatchError`.
-    """
+    """Sets streams to their states on rank 0. One collective; none in a world of one, or without streams."""
     channel = channel_of(world, None)
     if channel is None:
         return
@@ -39,8 +34,7 @@ def synchronize_random_states(rng_types: Sequence[str], generators: Sequence[tor
         else:
             found = []
             warnings.warn(
-                f"rng_types has {kind!r}, but this run trains on {str(world.device)!r}: it has no effect here. Leave it out, "
-                f"or name the stream of the device in use.",
+                f"rng_types has {kind!r}, but this run trains on {str(world.device)!r}: it has no effect here. Leave it out.",
                 stacklevel=2,
             )
         if found:

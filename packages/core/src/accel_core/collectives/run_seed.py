@@ -47,12 +47,10 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
 
 def agree_seed(world: World, given: int | None = None) -> int:
-    """The seed of the run, 0 to 2**64 - 1 and the same on every rank. A collective, except in a world of one.
+    """The seed of the run, 0 to 2**64 - 1, the same on every rank. A collective, except in a world of one.
 
-    It is `given`, else what `torch.initial_seed()` says on rank 0: the seed of `set_seed` or
-    `torch.manual_seed`, else a random one. Nothing is drawn.
-
-    Raises `ValueError` on every rank if they were given different seeds.
+    It is `given`, else `torch.initial_seed()` of rank 0. Nothing is drawn. Raises `ValueError` on
+    every rank if they were given different seeds.
     """
     own = torch.initial_seed() if given is None else given
     if world.size == 1:

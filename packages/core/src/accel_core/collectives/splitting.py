@@ -19,11 +19,9 @@ from accel_core.base.nested import rebuilt
 if TYPE_CHECKING:
     from accel_core.processes.world import World
 
+# The call whose block runs now: blocks inside of it have no order of their own.
 _turn: ContextVar[str | None] = ContextVar("accel_turn", default=None)
-"""The call whose block runs now: blocks inside of it have no order of their own."""
-
-_FOREVER = timedelta(days=365)
-"""The stand-in for no timeout, for which backends have no value."""
+_FOREVER = timedelta(days=365)  # stands for no timeout, for which backends have no value
 
 
 def only_where(applies: Callable[[], bool], function: Callable[..., Any]) -> Callable[..., Any]:
@@ -49,12 +47,7 @@ def only_where(applies: Callable[[], bool], function: Callable[..., Any]) -> Cal
 
 
 def is_process(call: str, argument: str, index: object, own: int, world: World, local: bool) -> bool:
-    """Whether `index`, as a decorator has it, means this process, whose index is `own`; in a world of one every index does.
-
-    `call` and `argument` are what the user wrote, for messages; `local` indices are those within
-    the machine; negative ones count from the end. Raises `TypeError` for no integer, `ValueError`
-    if there is no such process.
-    """
+    """Whether `index`, as a decorator has it, means this process, whose index is `own`; any does in a world of one."""
     count, where = (world.local_size, "this machine") if local else (world.size, "this run")
     there_are = f"{where} has {count} process(es), 0 to {count - 1}, or -{count} to -1 from the end"
     if not isinstance(index, int) or isinstance(index, bool):
@@ -74,11 +67,9 @@ def is_process(call: str, argument: str, index: object, own: int, world: World, 
 def leader_first(world: World, local: bool) -> Iterator[None]:
     """A block that the leaders run before the others: rank 0, or, if `local`, the first process of each machine.
 
-    Exactly one collective in a larger world: the leaders take part after their block, the others
-    before theirs, and wait as long as that takes; without a Watch, for the world's timeout. A block
-    inside of one of the same kind, or of any kind on one machine, waits for nobody. Raises
-    `RuntimeError` on the other ranks if a leader fails in its block, with its rank and its error,
-    and on several machines inside of a block of the other kind.
+    Exactly one collective in a larger world, without a timeout where there is a Watch. Inside of
+    one of the same kind, or of any kind on one machine, it waits for nobody. `RuntimeError` on the
+    others if a leader fails in its block, and on several machines inside of the other kind.
     """
     call = "local_main_process_first()" if local else "main_process_first()"
     if world.size == 1 or _is_in_order(call, world):
@@ -153,11 +144,8 @@ def _without_timeout(world: World) -> Iterator[None]:
 def split_between_processes(inputs: Any, world: World, apply_padding: bool = False) -> Iterator[Any]:
     """Gives each process its part of `inputs`: consecutive elements, the first `len(inputs) % size` ranks one more.
 
-    No collective: every process is given the same. `inputs` are a sequence, whose parts are lists;
-    a tuple, whose parts are plain tuples; a tensor or an array, split along dim 0; a dataset with
-    `select(indices)`, or one of torch's with a length, whose parts are `torch.utils.data.Subset`;
-    or a mapping of such, all of one length. Shorter parts repeat the last element with
-    `apply_padding`. Raises `TypeError` for anything else, such as a string.
+    No collective: every process is given the same. Shorter parts repeat the last element with
+    `apply_padding`. `TypeError` for what cannot be split, such as a string.
     """
     length = _length(inputs, "inputs")
     yield inputs if world.size == 1 else _part(inputs, _indices(length, world, apply_padding))

@@ -1,8 +1,7 @@
-"""Being told to stop: by a scheduler that takes the machine away, or by a person at the terminal.
+"""Flags that any rank can raise and all see: `Trigger`, and being told to stop by a scheduler, or at the terminal.
 
-The first arrival of a signal is noted, and nothing else happens. Arrivals within `GRACE` after it
-count as the same one, for schedulers and launchers often tell a rank twice. A later one does what
-the signal did before `watch`. A process that waits in a collective notes a signal when that returns.
+The first arrival of a signal is noted, and nothing else happens; further ones within `GRACE` count
+as the same, for launchers often tell a rank twice. A later one does what it did before `watch`.
 """
 
 from __future__ import annotations
@@ -13,19 +12,50 @@ import signal
 import threading
 import time
 import weakref
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from accel_core.collectives.triggers import anywhere
+import torch
+
+from accel_core.collectives.reduce_gather import channel_of
+from accel_core.processes.mismatch_report import describe
 
 if TYPE_CHECKING:
-    from types import FrameType
-
     from accel_core.processes.world import World
 
-GRACE = 5.0
-"""Seconds after the first arrival of a signal in which further ones count as the same: more than launchers take to pass it on."""
-
+GRACE = 5.0  # seconds; more than launchers take to pass a signal on
 _NEVER_CAUGHT = {"SIGKILL", "SIGSTOP"}
+
+
+class Trigger:
+    """Lets one rank tell all that something happened there: that a loss is NaN, say, and all had better stop."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._sets = 0
+        self._seen = 0  # how many of them all ranks know of
+
+    def set(self) -> None:
+        """Sets the trigger on this rank; all see it at their next `check`. No collective; a signal handler may call it."""
+        self._sets += 1
+
+    def check(self) -> bool:
+        """Whether any rank has set it since this was last true. A collective, except in a world of one."""
+        sets = self._sets
+        found = anywhere(self._world, "check_trigger", sets > self._seen)
+        if found:
+            self._seen = sets  # a `set` that came after the flag had left is for the next call
+        return found
+
+
+def anywhere(world: World, call: str, here: bool) -> bool:
+    """Whether a flag is set on any rank, for the method `call`. A collective, except in a world of one."""
+    channel = channel_of(world, None)
+    if channel is None:
+        return here
+    letter = channel.letter(call, lambda: describe(call), [(torch.bool, ())], [1], stacked=True)
+    ((flags,),) = channel.exchange(letter, [torch.tensor(here)])
+    return bool(flags.any())
 
 
 class Preemption:
@@ -41,9 +71,8 @@ class Preemption:
     def watch(self, *signals: signal.Signals | int | str) -> None:
         """From now on the first arrival of each of these signals on this rank is noted. No collective.
 
-        They are numbers or names, such as "SIGUSR1"; SIGTERM if there are none. Ranks may differ.
-        Raises `ValueError` for one that this platform does not have or that cannot be caught, and,
-        as Python does, outside of the main thread; no signal is watched then that was not before.
+        Numbers or names, such as "SIGUSR1"; SIGTERM if there are none. Raises `ValueError` for one that
+        cannot be caught, and, as Python does, outside of the main thread; then none is watched.
         """
         for number in [_number(given) for given in signals or (signal.SIGTERM,)]:
             if number not in self._handlers:
@@ -55,19 +84,13 @@ class Preemption:
         return self._arrived[0] if self._arrived else None
 
     def check(self) -> bool:
-        """Whether a signal has arrived on any rank; the same answer on every rank.
-
-        A collective, except in a world of one; and none any more once it was true, which it stays.
-        """
+        """Whether a signal has arrived on any rank, which stays true. A collective until then, in a larger world."""
         if not self._known:
             self._known = anywhere(self._world, "should_stop", bool(self._arrived))
         return self._known
 
     def close(self) -> None:
-        """Puts back the earlier handlers, unless somebody has replaced ours since; happens with the last reference too.
-
-        In another thread than the main one ours stays, and lets a signal do what it did before.
-        """
+        """Puts back the earlier handlers, unless somebody has replaced ours, or this is not the main thread."""
         _release(self._handlers)
 
 
@@ -141,6 +164,5 @@ def _number(given: signal.Signals | int | str) -> signal.Signals:
             return number
     names = sorted({each.name for each in signal.Signals} - _NEVER_CAUGHT)
     raise ValueError(
-        f"stop_on_signal({given!r}) was called, but this platform has no such signal that a process can catch. Pass one of "
-        f"these: {', '.join(names)}."
+        f"stop_on_signal({given!r}): no such signal that a process can catch here. Pass one of these: {', '.join(names)}."
     )

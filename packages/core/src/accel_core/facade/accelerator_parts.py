@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from accel_core.collectives.triggers import Trigger
+from accel_core.collectives.stop_signals import Trigger
 from accel_core.contract.loader_progress import Feed
 from accel_core.facade.process_methods import ProcessControl
 from accel_core.loop.accumulation import Accumulation

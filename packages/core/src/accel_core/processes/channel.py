@@ -1,17 +1,11 @@
 """One collective per message, and an error instead of a hang: how the ranks of a group exchange bytes.
 
-Every exchange is an all_gather of one flat buffer. A rank's part is a header of 64-bit words,
-
-    digest | bytes needed | rows of tensor 0 | rows of tensor 1 | ...
-
-and then the tensors, aligned. The digest covers the call, the structure, the dtypes and all
-dimensions but the first: ranks that called different things, or that refuse their arguments, are
-seen in the headers, and all raise.
-
-The capacity of the buffer is the same on every rank, for it depends only on the headers of earlier
-exchanges. If any rank needs more, one second, larger collective follows
-(docs/decisions/0003-collectives-of-agreed-size.md). Messages have a process group of their own:
-gloo takes one for that of another collective, and aborts on a larger one than expected.
+An exchange is an all_gather of one flat buffer: per rank a header of 64-bit words (digest, bytes
+needed, rows of each tensor), then the tensors, aligned. The digest covers the call, the structure,
+the dtypes and all dimensions but the first, so that ranks that called different things are seen.
+Capacities follow from earlier headers alone, the same on every rank; if any rank needs more, a
+second, larger collective follows (docs/decisions/0003-collectives-of-agreed-size.md). Messages have
+a process group of their own: gloo takes one for that of another collective.
 """
 
 from __future__ import annotations
@@ -31,41 +25,26 @@ from accel_core.processes.watch.collective_scope import REFUSED
 from accel_core.processes.watch.stack_location import calling_line
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from accel_core.processes.watch.monitor import Watch
 
-MEMORY = 4
-"""How many earlier needs, after an exchange of the same kind, decide about a capacity: the largest."""
-
 FRAME_STEP = 4096
-"""Capacities are multiples of this many bytes; below it, gloo takes the same time for any size."""
-
-KEPT_FRAMES, KEPT_BYTES = 4, 64 << 20
-"""Buffers kept for reuse, and the largest: one huge gather must not occupy memory for the rest of the run."""
-
-KEPT_LAYOUTS = 64
-"""Layouts remembered, per cache."""
-
+"""Capacities are multiples of so many bytes; below, gloo takes the same time for any size."""
+MEMORY = 4  # earlier needs, after an exchange of the same kind, of which the largest decides about a capacity
+KEPT_FRAMES, KEPT_BYTES = 4, 64 << 20  # buffers for reuse, and the largest: a huge gather is not to stay in memory
+KEPT_LAYOUTS = 64  # per cache
 _ALIGNMENT = 16
 _WORD = 8
 _REFUSED = 0
-_UNWATCHED: AbstractContextManager[object] = contextlib.nullcontext()
+_UNWATCHED: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 
 K = TypeVar("K")
 V = TypeVar("V")
 
-Spec = tuple[torch.dtype, tuple[int, ...]]
-"""A tensor up to its first dimension: dtype, and the sizes of the others."""
+Spec = tuple[torch.dtype, tuple[int, ...]]  # of a tensor up to its first dimension: dtype, and the sizes of the others
 
 
 class Letter:
-    """Everything about a rank's message but the values. Made once per layout and kept, for making it is dear.
-
-    The `description` must agree between the ranks, and `specs` follow from it: dtype and trailing
-    dimensions of each tensor. `rows`, the first dimensions, may differ; `stacked`: all are 1, and
-    come in one piece.
-    """
+    """Everything about a rank's message but the values; kept per layout. `stacked`: all `rows` are 1, in one piece."""
 
     def __init__(
         self,
@@ -87,9 +66,7 @@ class Letter:
 class Channel:
     """The exchange of messages between the ranks of one group. Every method is a collective of that group.
 
-    `connect` gives the process group for messages, when the first one is sent. `members` are its
-    ranks in the world; None: all. `letters` is where callers keep the letters that they will send
-    again.
+    `connect` gives the process group when it is needed; `members` are its ranks in the world (None: all).
     """
 
     def __init__(
@@ -119,10 +96,10 @@ class Channel:
     def exchange(self, letter: Letter, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         """Sends this rank's tensors and receives those of all: for each tensor, one part per rank, in rank order.
 
-        A part has the shape (rows of that rank, trailing dimensions); for a stacked letter there is
-        a single one, of shape (ranks, trailing dimensions). Parts are detached, on the channel's
-        device, in a buffer that the next exchange overwrites: copy them. Raises
-        `CollectiveMismatchError` on every rank if the ranks called different things.
+        A part is of shape (rows of that rank, trailing dimensions); for a stacked letter a single one
+        of shape (ranks, trailing dimensions). Parts are detached, on the channel's device, in a buffer
+        that the next exchange overwrites: copy them. `CollectiveMismatchError` on every rank if the
+        ranks called different things.
         """
         with self._marked(letter.name, letter.description):
             frame = self._frame(self._capacity())
@@ -158,7 +135,7 @@ class Channel:
         with self._marked(REFUSED):
             self._refuse(self._frame(self._capacity()), error)
 
-    def _marked(self, name: str, details: Description | None = None) -> AbstractContextManager[object]:
+    def _marked(self, name: str, details: Description | None = None) -> contextlib.AbstractContextManager[object]:
         return _UNWATCHED if self._watch is None else self._watch.collective(name, self._members, details)
 
     def _pass(self, frame: _Frame, letter: Letter, tensors: Sequence[torch.Tensor]) -> list[list[int]]:
@@ -167,7 +144,7 @@ class Channel:
             headers = frame.write(letter, tensors)
         except Exception as error:  # noqa: BLE001  (whatever it is, the other ranks are waiting)
             self._refuse(frame, error)
-        self._gather(frame.received, frame.sent)
+        dist.all_gather_single(frame.received, frame.sent, group=self.group)
         by_rank: list[list[int]] = headers.tolist()
         for header in by_rank:
             if header[0] != letter.digest:
@@ -176,13 +153,10 @@ class Channel:
 
     def _refuse(self, frame: _Frame, error: Exception) -> NoReturn:
         headers = frame.write_refusal()
-        self._gather(frame.received, frame.sent)
+        dist.all_gather_single(frame.received, frame.sent, group=self.group)
         if any(digest != _REFUSED for digest, _ in headers.tolist()):
             self._descriptions({"error": f"{type(error).__name__}: {error}"})
         raise error
-
-    def _gather(self, received: torch.Tensor, sent: torch.Tensor) -> None:
-        dist.all_gather_single(received, sent, group=self.group)
 
     def _capacity(self) -> int:
         return _rounded(max(self._needs.get(self._previous, (FRAME_STEP,))))
@@ -199,11 +173,11 @@ class Channel:
         """The descriptions of all ranks, in rank order. Two collectives; only when something is wrong already."""
         text = from_bytes(bytearray(json.dumps({**description, "line": calling_line()}).encode()))
         lengths = torch.empty(self.size, dtype=torch.int64, device=self.device)
-        self._gather(lengths, torch.tensor([len(text)], device=self.device))
+        dist.all_gather_single(lengths, torch.tensor([len(text)], device=self.device), group=self.group)
         longest = int(lengths.max())
         padded = torch.nn.functional.pad(text, (0, longest - len(text)), value=ord(" ")).to(self.device)
         received = torch.empty(self.size * longest, dtype=torch.uint8, device=self.device)
-        self._gather(received, padded)
+        dist.all_gather_single(received, padded, group=self.group)
         return [json.loads(to_bytes(part)) for part in received.chunk(self.size)]
 
 

@@ -1,10 +1,4 @@
-"""What a failed process leaves for its launcher and its user: the error file of torch's agents, and one traceback.
-
-`torch.distributed.elastic.multiprocessing.errors.record` writes the same file for a main function. A
-mistake that all ranks of one agent on one terminal make is shown once; ranks that come later say so
-in a line. What is said of errors to other ranks, and which of them are a broken connection, is at
-the end.
-"""
+"""What a failed process leaves for its launcher and its user: the error file of torch's agents, and one traceback."""
 
 from __future__ import annotations
 
@@ -22,29 +16,19 @@ from types import TracebackType
 import torch.distributed as dist
 
 VARIABLE = "TORCHELASTIC_ERROR_FILE"
-
-LONGEST = 4000
-"""Characters of an error that are told, its last ones: a worker's error ends with the original exception."""
+LONGEST = 4000  # characters of an error that are told, its last ones: a worker's error ends with the original exception
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 
 def leave(error: BaseException, *, follows: bool, why: str = "") -> None:
-    """Writes the file, if an agent has asked for one and nobody has written it yet.
-
-    `follows` says whether the error only follows from another rank's failure, `why` what the Watch
-    has found out.
-    """
+    """Writes the agent's error file, if asked for and not there; `follows`: after another rank's failure."""
     name = os.environ.get(VARIABLE)
     if not name or Path(name).exists():
         return
     now = time.time()
-    extra = {
-        "py_callstack": "".join(traceback.format_exception(error)),
-        "timestamp": str(int(now)),
-        "time": now,
-        "follows": follows,
-    }
+    stack = "".join(traceback.format_exception(error))
+    extra = {"py_callstack": stack, "timestamp": str(int(now)), "time": now, "follows": follows}
     message = why or "".join(traceback.format_exception_only(error)).strip()
     draft = Path(f"{name}.{os.getpid()}")
     try:
@@ -72,13 +56,8 @@ def _show(before: Hook, kind: type[BaseException], error: BaseException, trace: 
 
 def _first_rank(error: BaseException) -> str | None:
     """The rank that has shown these lines; None if it is this one, or if nobody can say."""
-    lines = [
-        (
-            type(each).__qualname__,
-            [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(each.__traceback__)],
-        )
-        for each in chain(error)
-    ]
+    passed = [(type(each).__qualname__, traceback.walk_tb(each.__traceback__)) for each in chain(error)]
+    lines = [(kind, [(frame.f_code.co_filename, line) for frame, line in frames]) for kind, frames in passed]
     try:
         stream = os.fstat(2)
         place = (os.getppid(), os.environ.get("TORCHELASTIC_RESTART_COUNT"), stream.st_dev, stream.st_ino)

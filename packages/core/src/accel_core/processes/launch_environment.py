@@ -1,8 +1,4 @@
-"""The variables by which launchers give a process its place in the run, as data.
-
-The only reader of launch variables. It never writes any: what is found here goes to torch as
-arguments. To support one more launcher, add a row to `LAUNCHERS`.
-"""
+"""The launchers' variables, as data; read here alone, never written. One more launcher: a row of `LAUNCHERS`."""
 
 from __future__ import annotations
 
@@ -14,9 +10,8 @@ from typing import NamedTuple, NoReturn
 
 from accel_core.base.errors import WorldError
 
+# Unprivileged, and below what kernels give to clients; a prime of them, so that similar identities have different ones.
 _PORTS = range(15000, 29983)
-"""Ports derived from a job's identity: unprivileged, and below what kernels give to clients. As many as a prime, so that
-identities which differ by a small number never have the same port."""
 
 
 class Launcher(NamedTuple):
@@ -29,9 +24,7 @@ class Launcher(NamedTuple):
     local_rank: str
     local_size: tuple[str, ...]  # perhaps a list of tasks per node in Slurm's notation, "2(x3),1"
     node: str = ""  # the index of this node in such a list
-    job: tuple[
-        str, ...
-    ] = ()  # identities that all ranks of a job share, from which a port is derived; all that are set
+    job: tuple[str, ...] = ()  # identities that all ranks of a job share; a port is derived from all that are set
     nodes: tuple[str, ...] = ()  # lists of the nodes in Slurm's notation; the first node hosts the store
     alone: tuple[tuple[str, str], ...] = ()  # variables and values that say that it has started this process alone
 
@@ -47,35 +40,30 @@ _TORCHRUN = Launcher("torchrun", ("RANK",), "RANK", ("WORLD_SIZE",), "LOCAL_RANK
 _BATCH = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 
 
-def _mpi(
-    rank: str, size: str, local_rank: str, local_size: str, *marks: str, job: tuple[str, ...] = _BATCH
-) -> Launcher:
-    """A kind of mpirun, known by the variable of its rank and by `marks`."""
-    names = ((rank, *marks), rank, (size,), local_rank, (local_size,))
-    return Launcher("mpi", *names, job=job, nodes=("SLURM_JOB_NODELIST",))
+def _mpi(names: tuple[str, str, str, str], *marks: str, job: tuple[str, ...] = _BATCH) -> Launcher:
+    """A kind of mpirun, known by `marks` and the first of the four `names` of its variables."""
+    rank, size, local_rank, local_size = names
+    place = ((rank, *marks), rank, (size,), local_rank, (local_size,))
+    return Launcher("mpi", *place, job=job, nodes=("SLURM_JOB_NODELIST",))
 
 
 _OPEN_MPI = _mpi(
-    *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
     job=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", *_BATCH),
 )
 _PMI = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 
-TORCHRUN = (
-    _TORCHRUN,
-    # A size without a rank: an error that says so, and not a world of one.
-    _TORCHRUN._replace(marks=("WORLD_SIZE",)),
-)
-"""The rows of torchrun, whose variables scripts and users set as well. So they are compared with those of the others."""
-
+# Users set torchrun's variables as well, so they are compared with those of the others. The second row is a size without a
+# rank: an error that says so, and not a world of one.
+TORCHRUN = (_TORCHRUN, _TORCHRUN._replace(marks=("WORLD_SIZE",)))
+# The other launchers, in the order in which they are asked.
 LAUNCHERS = (
     # mpirun inside a Slurm job starts its daemons with srun, whose variables the ranks inherit: so MPI comes first.
     _OPEN_MPI,
-    _mpi(  # MVAPICH2
-        *("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE")
-    ),
-    _mpi(*_PMI, "MPI_LOCALRANKID"),  # MPICH and Intel MPI
-    _mpi("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE", "PMI_LOCAL_RANK"),
+    # MVAPICH2, then MPICH and Intel MPI
+    _mpi(("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE")),
+    _mpi(_PMI, "MPI_LOCALRANKID"),
+    _mpi(("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"), "PMI_LOCAL_RANK"),
     Launcher(
         source="slurm",
         # A batch script has a process id too, and is one process all the same: only steps of srun have a step id.
@@ -90,11 +78,10 @@ LAUNCHERS = (
         # The ids that Slurm keeps for its own steps: the shell of salloc, the batch script, and what is outside.
         alone=tuple(("SLURM_STEP_ID", str(number)) for number in range(4294967290, 4294967294)),
     ),
-    _mpi(*_PMI),  # after Slurm, whose steps may offer PMI as well
+    _mpi(_PMI),  # after Slurm, whose steps may offer PMI as well
     # PMIx alone gives a rank, but no size: an error that says so, and not a world of one.
     _OPEN_MPI._replace(marks=("PMIX_RANK",), rank="PMIX_RANK"),
 )
-"""The other launchers, in the order in which they are asked."""
 
 
 @dataclass(frozen=True)
@@ -127,9 +114,8 @@ class Place:
 def read_place(environ: Mapping[str, str]) -> Place:
     """Reads the place of this process from its environment; alone if no launcher has left its variables.
 
-    torchrun's variables win where torchrun has set them, or where they make a larger world than the
-    launcher around them. Otherwise they have to say the same as that one. Raises `WorldError` if
-    the variables contradict each other or are incomplete.
+    torchrun's variables win where torchrun set them, or where they make a larger world than the
+    launcher around them; else they have to say the same. `WorldError` if variables contradict.
     """
     inner = next((row for row in TORCHRUN if row.started(environ)), None)
     launcher = next((row for row in LAUNCHERS if row.started(environ)), None)
@@ -226,15 +212,11 @@ class _Reader(NamedTuple):
                 self.fail(f"MASTER_PORT={value!r} is no port")
             return int(value)
         job = self.job()
-        return _port(job) if job else None
+        # Jobs whose identities differ in one number, or by little, have different ports on one host.
+        number = zlib.crc32(re.sub(r"\d+", "", job).encode())
+        for digits in re.findall(r"\d+", job):
+            number = number * 61 + int(digits)
+        return _PORTS[number % len(_PORTS)] if job else None
 
     def job(self) -> str:
         return " ".join(self.environ[name] for name in self.launcher.job if self.environ.get(name))
-
-
-def _port(job: str) -> int:
-    """The port of a job. Jobs whose identities differ in one number, or by little, have different ones on one host."""
-    number = zlib.crc32(re.sub(r"\d+", "", job).encode())
-    for digits in re.findall(r"\d+", job):
-        number = number * 61 + int(digits)
-    return _PORTS[number % len(_PORTS)]

@@ -1,10 +1,5 @@
 """Logging from several processes: a standard logger that knows its rank.
 
-    logger = get_logger(__name__)
-    logger.info("loaded %d samples", n)                             # once per node
-    logger.info("I begin at %d", i, main_process_only=False)        # "[RANK 3] I begin at 300"
-    logger.info("one after the other", in_order=True)               # a collective
-
 It works before an Accelerator or a process group exists, and starts nothing. Handlers and formats
 are the program's own; records have the attributes `rank`, `local_rank` and `world_size`.
 """
@@ -42,7 +37,7 @@ class ProcessLogger(logging.LoggerAdapter):  # type: ignore[type-arg]  # not bef
     """A standard logger whose methods take two more arguments.
 
     `main_process_only` (True): one line per node, from its local main process, else one from every
-    process, which begins with `[RANK n]`. `in_order` (False): the lines of all, rank after rank; a
+    process, which begins with `[RANK n]`. `in_order` (False): all lines, rank after rank; a
     collective, with the same level enabled on every rank.
     """
 
@@ -60,10 +55,7 @@ class ProcessLogger(logging.LoggerAdapter):  # type: ignore[type-arg]  # not bef
         in_order: bool = False,
         **kwargs: Any,
     ) -> None:
-        """Logs on the processes that the arguments select; `debug`, `info` and the others come through here.
-
-        Raises `WorldError` with `in_order` in a larger world whose process group does not run yet.
-        """
+        """Logs on the processes selected. `WorldError` with `in_order` where the process group does not run yet."""
         if not self.isEnabledFor(level):
             return
         rank, local_rank, size = self._place()
@@ -88,7 +80,7 @@ class ProcessLogger(logging.LoggerAdapter):  # type: ignore[type-arg]  # not bef
                 World.current().barrier()
 
     def warning_once(self, msg: object, *args: object, **kwargs: Any) -> None:
-        """`warning`, but the same message with the same arguments is logged only the first time by this logger."""
+        """`warning`, but the same message with the same arguments only the first time by this logger."""
         key = (str(msg), repr(args))
         if not self.isEnabledFor(logging.WARNING) or key in self._warned:
             return

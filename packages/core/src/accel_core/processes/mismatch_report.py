@@ -11,21 +11,14 @@ from accel_core.base.errors import CollectiveMismatchError
 if TYPE_CHECKING:
     import torch
 
-SHOWN = 8
-"""The number of differing tensors that a message lists per rank."""
-
-Description = dict[str, Any]
-"""The result of `describe`; or only `error`: why a rank could not take part. It is sent as JSON."""
+SHOWN = 8  # differing tensors that a message lists per rank
+Description = dict[str, Any]  # what `describe` gives, or only `error`: why a rank could not take part; sent as JSON
 
 
 def describe(
     call: str, structure: str = "", leaves: Sequence[tuple[str, torch.dtype, Sequence[int | str]]] = ()
 ) -> Description:
-    """The description of a call: all that must agree between the ranks that take part.
-
-    `call` has the options that must agree: `reduce('mean')`; `structure` is equal where the nested
-    structures are; `leaves` are path, dtype and sizes of each tensor, `*` for one that may differ.
-    """
+    """What must agree between the ranks: the call with its options; `leaves`: path, dtype, sizes (`*`: any)."""
     texts = [[path, str(dtype).removeprefix("torch."), list(sizes)] for path, dtype, sizes in leaves]
     return {"call": call, "structure": structure, "leaves": texts}
 
@@ -85,17 +78,12 @@ def _advice(names: set[str], options_differ: bool, descriptions: Sequence[Descri
 
 def _differing_dims(descriptions: Sequence[Description]) -> list[int]:
     """The dimensions in which tensors differ between the ranks, if they differ in nothing else."""
-    kinds = [
-        [each["structure"], [(path, dtype, len(sizes)) for path, dtype, sizes in each["leaves"]]]
-        for each in descriptions
-    ]
-    if any(kind != kinds[0] for kind in kinds):
+    by_rank = [description["leaves"] for description in descriptions]
+    kinds = [[(path, dtype, len(sizes)) for path, dtype, sizes in leaves] for leaves in by_rank]
+    if any(kind != kinds[0] for kind in kinds) or len({each["structure"] for each in descriptions}) > 1:
         return []
-    by_rank = [[sizes for _, _, sizes in description["leaves"]] for description in descriptions]
-    same_leaf = zip(*by_rank, strict=True)
-    return sorted(
-        {dim for each in same_leaf for dim, sizes in enumerate(zip(*each, strict=True)) if len(set(sizes)) > 1}
-    )
+    by_leaf = [list(zip(*[sizes for _, _, sizes in same], strict=True)) for same in zip(*by_rank, strict=True)]
+    return sorted({dim for dims in by_leaf for dim, sizes in enumerate(dims) if len(set(sizes)) > 1})
 
 
 def _line(description: Description, common: set[str], with_structure: bool) -> str:

@@ -96,6 +96,5 @@ def _numpy() -> Any:
         return importlib.import_module("numpy")
     except ImportError as error:
         raise CheckpointError(
-            "The checkpoint holds the state of numpy's random stream, and numpy cannot be imported here. Type `pip install "
-            "numpy`, as in the environment that saved it."
+            "The checkpoint holds the state of numpy's random stream, but numpy is missing. Type `pip install numpy`."
         ) from error

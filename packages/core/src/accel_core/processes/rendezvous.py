@@ -1,8 +1,4 @@
-"""The rendezvous of a world's ranks: one store, one job, and a rank and a device of its own for each; and their end.
-
-Every rank hands in a *card* with its device. Who comes last, or has waited for too long, gives the
-*verdict*, which holds for all: that all have come, or what is wrong.
-"""
+"""The rendezvous of a world's ranks: each hands in a *card*, and one gives the *verdict* for all; and their end."""
 
 from __future__ import annotations
 
@@ -23,23 +19,17 @@ from accel_core.base.errors import WorldError
 if TYPE_CHECKING:
     from accel_core.processes.launch_environment import Place
 
-LINGER = timedelta(seconds=3)
-"""The time for which rank 0 keeps the store for ranks that have not read a bad verdict yet."""
-
-PATIENCE = timedelta(seconds=5)
-"""The time that a rank that ends waits for the others, in all."""
-
-MET = "met"
-"""The verdict on a world that has come together."""
-
+LINGER = timedelta(seconds=3)  # for which rank 0 keeps the store for ranks that have not read a bad verdict yet
+PATIENCE = timedelta(seconds=5)  # for which a rank that ends waits for the others, in all
+MET = "met"  # the verdict on a world that has come together
 logger = logging.getLogger(__name__)
 
 
 def open_store(url: str, place: Place, timeout: timedelta) -> dist.Store:
     """The store at `url`; rank 0 makes it, unless the launcher did. Does not wait for the others.
 
-    torch's own rendezvous, which does, is used for other URLs than a plain `tcp://host:port`.
-    Raises `torch.distributed.DistError` if the port is taken, or nobody listens within `timeout`.
+    torch's rendezvous, which does, is used for anything but a plain `tcp://host:port`. Raises
+    `torch.distributed.DistError` if the port is taken, or nobody listens within `timeout`.
     """
     parts = urlsplit(url)
     if parts.scheme != "tcp" or parts.query or parts.hostname is None or parts.port is None or place.agent:
@@ -49,11 +39,7 @@ def open_store(url: str, place: Place, timeout: timedelta) -> dist.Store:
     # In a world of several machines the same name may be the loopback here, and not there.
     listener = loopback_listener(parts.hostname, parts.port) if hosts and place.local_size == place.size else None
     return dist.TCPStore(
-        parts.hostname,
-        parts.port,
-        place.size,
-        is_master=hosts,
-        timeout=timeout,
+        *(parts.hostname, parts.port, place.size, hosts, timeout),
         wait_for_workers=False,
         multi_tenant=True,
         master_listen_fd=None if listener is None else listener.detach(),
@@ -61,7 +47,7 @@ def open_store(url: str, place: Place, timeout: timedelta) -> dist.Store:
 
 
 def loopback_listener(host: str, port: int) -> socket.socket | None:
-    """A socket for a store at `host`, bound to the loopback; None if `host` is not there, or the port is taken.
+    """A socket for a store at `host`, bound to the loopback; None if `host` is elsewhere, or the port is taken.
 
     torch by itself listens at all addresses of the machine, and its store lets everybody in.
     """
@@ -73,10 +59,7 @@ def loopback_listener(host: str, port: int) -> socket.socket | None:
 
 
 def claim(store: dist.Store, url: str, place: Place) -> None:
-    """Takes the rank of `place` in the job that meets at `url`. No collective.
-
-    Raises `WorldError` at once if another process has this rank, or another job meets there.
-    """
+    """Takes the rank of `place` in the job at `url`; `WorldError` if another process or job has it. No collective."""
     job = f"{place.size} ranks, {place.source}" + (f" {place.job}" if place.job else "")
     found = store.compare_set("accel/job", "", job).decode()
     if found != job:
@@ -98,12 +81,7 @@ def round_of(store: dist.Store, place: Place, count: int) -> dist.Store:
 
 
 def assemble(store: dist.Store, url: str, place: Place, device: torch.device, timeout: timedelta) -> None:
-    """Waits until every rank has come, each with a device of its own. A collective; `store` is that of this round.
-
-    Raises `WorldError` on every rank that has come, with the same reason: who is missing after
-    `timeout`, which rank came twice, who shares a device. `torch.distributed.DistError` if the
-    store is lost meanwhile.
-    """
+    """Waits until every rank has come, with a device of its own; else `WorldError` on all that came. A collective."""
     everyone = range(place.size)
     store.set(f"card/{place.rank}", identity(device))
     if store.add("cards", 1) == place.size:
@@ -140,10 +118,7 @@ def not_met(url: str, place: Place, reason: object) -> WorldError:
 
 
 def identity(device: torch.device) -> str:
-    """The identity of `device` on its machine; empty for the CPU, and where torch gives none.
-
-    The name of the host is part of it: not every vendor's identifiers differ between machines.
-    """
+    """The identity of `device`, with its host's name; empty for the CPU, and where torch gives none."""
     describe = None if device.type == "cpu" else getattr(torch.get_device_module(device), "get_device_properties", None)
     properties = None if describe is None else describe(device)
     names = ("uuid", "pci_domain_id", "pci_bus_id", "pci_device_id")
@@ -164,11 +139,7 @@ def _sharing(devices: list[str]) -> str:
 
 
 class Shutdown:
-    """The end of one rank, through the store: a collective could fail when somebody has gone already.
-
-    First everyone waits until nobody works in the group. Then rank 0, which may host the store,
-    waits until the others need it no more. With no patience it neither waits nor says anything.
-    """
+    """The end of one rank, through the store: a collective could fail when somebody has gone already."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, patience: timedelta) -> None:
         self._store, self._rank, self._size = dist.PrefixStore("farewell", store), rank, size
@@ -179,6 +150,7 @@ class Shutdown:
         """Whether there was patience enough for all that was to be said and heard."""
         return time.monotonic() < self._deadline
 
+    # First everyone waits until nobody works in the group, then rank 0, which may host the store, until nobody needs that.
     def say(self, word: str, wait: bool) -> None:
         """Says "ready", if this rank works in the group no more, or "gone"; waits for the others to say so."""
         left = timedelta(seconds=self._deadline - time.monotonic())

@@ -1,9 +1,4 @@
-"""The processes of a run: who they are, where they compute, and how they meet and part.
-
-In a larger world all Accelerators of a process share one `World`; a process that is alone makes one
-for each. It adopts torch's default process group if one runs; otherwise it starts one from what the
-launcher says, and then also ends it.
-"""
+"""The processes of a run: who they are, where they compute, and how they meet and part."""
 
 from __future__ import annotations
 
@@ -32,15 +27,13 @@ from accel_core.processes.rendezvous import PATIENCE, Shutdown, assemble, claim,
 from accel_core.processes.watch.collective_scope import explain, explanation, on_duty, running
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from accel_core.processes.channel import Channel
     from accel_core.processes.watch.connections import Connections
     from accel_core.processes.watch.monitor import Watch
 
 
 class Closeable(Protocol):
-    """An object that uses process groups and must release them before they end; `close` may be called more than once."""
+    """An object that uses process groups, and must release them before they end; closed once or more."""
 
     def close(self) -> None: ...  # noqa: D102
 
@@ -54,9 +47,6 @@ class World:
         source: who said so: "torchrun", "slurm", "mpi", "running group" (of somebody else), "alone".
         device: where this process computes by default.
         timeout: after how long a collective of the default group gives up.
-        checks: whether every collective is compared across the ranks before it runs.
-        watch: looks after the ranks; None in a world of one, and where ranks met without a store.
-        told: the options of the process group given outside of the code; None: not looked at.
     """
 
     def __init__(self, place: Place, device: torch.device, timeout: timedelta, group: dist.ProcessGroup | None) -> None:
@@ -69,8 +59,9 @@ class World:
         self._group = None if group is None else weakref.ref(group)
         self._process = os.getpid()
         self._hosted = place.agent
+        # Whether every collective is compared across the ranks before it runs.
         self.checks = flag("debug", None, "ACCELERATE_DEBUG_MODE", False).value
-        self.watch: Watch | None = None
+        self.watch: Watch | None = None  # stays so in a world of one, and where ranks met without a store
         self._connections: Connections | None = None  # those of the groups that were made here
         self._url: str | None = None  # the meeting point; None if somebody else started the group
         self._store: dist.Store | None = None  # where this world met; None if somebody else started the group
@@ -78,7 +69,7 @@ class World:
         self._to_close: list[weakref.ref[Closeable]] = []
         self._shows_crashes = False  # since this world began; else somebody else has seen to that
         self._users: weakref.WeakSet[object] = weakref.WeakSet()
-        self.told: Mapping[str, Option[Any]] | None = None
+        self.told: Mapping[str, Option[Any]] | None = None  # the group's options from outside; None: not read
 
     @classmethod
     def current(
@@ -91,17 +82,11 @@ class World:
     ) -> World:
         """The world of this process: the one in use, else torch's default group, else what the launcher says, else alone.
 
-        The first call in a larger world is a collective: it starts torch's default group, unless
-        that runs. Raises `WorldError` if the launch environment contradicts itself, there are fewer
-        devices than local ranks, the ranks do not meet, or a group runs already and is not as asked
-        for here.
-
-        Args:
-            cpu: compute on the CPU, although there is an accelerator.
-            timeout: of every process group made here; None takes torch's default.
-            backend: of the default group, in torch's notation. None: gloo, and with accelerators
-                the default backend of the device beside it.
-            init_method: where the ranks meet, as in torch; None takes it from the launcher.
+        The first call in a larger world is a collective: it starts torch's default group, unless that
+        runs. Arguments are those of `init_process_group`, None: torch's default, the device's backend
+        beside gloo, the launcher's address; `cpu` computes on the CPU, although there is an
+        accelerator. `WorldError` if the launch environment contradicts itself, devices are fewer than
+        local ranks, the ranks do not meet, or a group runs already and is not as asked for.
         """
         group = _default_group()
         asked: dict[str, Any] = {"timeout": timeout, "backend": backend, "init_method": init_method}
@@ -251,8 +236,7 @@ class World:
     def subgroup(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         """The process group of `ranks`, made once, with this world's timeout and backend. A collective of the world.
 
-        On a rank that is no member the answer is torch's `GroupMember.NON_GROUP_MEMBER`. A world of
-        one that has no group yet starts torch's default group with this process alone.
+        torch's `GroupMember.NON_GROUP_MEMBER` on other ranks. A world of one may start a group here.
         """
         members = tuple(sorted(ranks))
         group = self.group or self._start_alone()
@@ -265,7 +249,7 @@ class World:
         """Waits until every rank has come here. A collective; does nothing in a world of one."""
         self.arrive("wait_for_everyone()")
 
-    def collective(self, name: str) -> AbstractContextManager[object]:
+    def collective(self, name: str) -> contextlib.AbstractContextManager[object]:
         """A block in which the ranks communicate: the Watch knows it by `name` ("gather()"), and explains what breaks in it."""
         return contextlib.nullcontext() if self.watch is None else self.watch.collective(name)
 
@@ -288,11 +272,7 @@ class World:
         return self._channels[group]
 
     def group_beside(self, group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
-        """A process group of the ranks of another one, made once for each purpose. A collective of them, the first time.
-
-        For collectives of unlike sizes that ranks might enter at the same time: gloo ends the
-        process of a rank that receives more than it expects.
-        """
+        """A group of the same ranks, one for each purpose: gloo ends a rank that gets more than expected. Collective."""
         return self._group_of(tuple(dist.get_process_group_ranks(group)), purpose)
 
     def _group_of(self, ranks: tuple[int, ...], purpose: str, by_all: bool = False) -> dist.ProcessGroup:
@@ -327,8 +307,7 @@ class World:
     def end(self) -> None:
         """Closes what is to be closed, and ends the process group if this world started it. Nothing the second time.
 
-        Every rank calls it, or comes here at exit, and waits for the others for `PATIENCE` at most:
-        a group that one rank destroys takes down those that still work in it.
+        A collective, at exit at the latest: every rank waits for the others, `PATIENCE` at most.
         """
         self._end(patient=True)
 
@@ -376,9 +355,8 @@ class World:
 # What is shared hangs on torch's default group: a world is found as long as its group runs, and dies with it.
 _shared: weakref.WeakKeyDictionary[dist.ProcessGroup, World] = weakref.WeakKeyDictionary()
 # By default group: those that were made beside it, by their ranks and for what they are ("": subgroups).
-_beside: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[tuple[int, ...], str], dist.ProcessGroup]] = (
-    weakref.WeakKeyDictionary()
-)
+_Beside = dict[tuple[tuple[int, ...], str], dist.ProcessGroup]
+_beside: weakref.WeakKeyDictionary[dist.ProcessGroup, _Beside] = weakref.WeakKeyDictionary()
 # Every world with a group that somebody still uses, its group ended or not: what is to be closed is closed at exit.
 _all: weakref.WeakSet[World] = weakref.WeakSet()
 # The stores at which this process has met others, and how often. They stay: rank 0 hosts the store, and a rank that is
@@ -392,10 +370,7 @@ def groups_beside(group: dist.ProcessGroup) -> list[dist.ProcessGroup]:
 
 
 def _end_all() -> None:
-    """At exit: ends the worlds that still have a group. A process that leaves one alive aborts now and then.
-
-    A process that ends because of an exception does not wait: the others had better notice.
-    """
+    """At exit: ends worlds that still have a group, else torch may abort; does not wait after an error."""
     if any(world._process != os.getpid() for world in _all):
         return  # it was forked, and leaves the connections alone
     error = fatal_error()
@@ -412,7 +387,7 @@ def end_worlds() -> None:
 
 
 def fatal_error() -> BaseException | None:
-    """The exception that nobody caught, as the interpreter has reported it; `atexit` callbacks run after that."""
+    """The exception that nobody caught, as the interpreter has reported it."""
     return getattr(sys, "last_value", None)
 
 

@@ -1,8 +1,4 @@
-"""Comparing every collective across the ranks before it runs, on request: ACCELERATE_DEBUG_MODE=1.
-
-Each rank puts what it is about to call into the store, with the user's line, waits for the others,
-and compares. That takes some messages per collective, so it is off by default.
-"""
+"""Comparing every collective across the ranks, through the store, before it runs: ACCELERATE_DEBUG_MODE=1."""
 
 from __future__ import annotations
 
@@ -31,10 +27,7 @@ class Checks:
         self._warned: set[tuple[str, ...]] = set()
 
     def compare(self, name: str, members: tuple[int, ...] | None, details: Description | None) -> None:
-        """Waits for the other members (None: all), and raises on every rank where they call anything else. A collective.
-
-        `details` is what has to agree, if there is more than the name.
-        """
+        """Waits for the other members (None: all); raises on every rank where they call anything else. Collective."""
         members = members or self._everyone
         heard = self._heard(members, {**(details or describe(name)), "line": calling_line()})
         if any({**each, "line": ""} != {**heard[0], "line": ""} for each in heard):

@@ -1,9 +1,4 @@
-"""Marks of the collectives that this process is in, by which the Watch explains those that fail or wait.
-
-    with collective("gather()"): dist.all_gather(...)
-
-A mark costs about half a microsecond, and a lookup where there is no Watch.
-"""
+"""Marks of the collectives that this process is in, by which the Watch explains those that fail or wait."""
 
 from __future__ import annotations
 
@@ -18,14 +13,11 @@ import torch.distributed as dist
 from accel_core.processes.failure_output import is_broken_connection
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from accel_core.processes.mismatch_report import Description
     from accel_core.processes.watch.monitor import Watch
 
+# For a rank whose arguments are wrong: its call meets whatever the others have called, and all raise.
 REFUSED = "a collective that it cannot take part in"
-"""The name for a rank whose arguments are wrong: its call meets whatever the others have called, and all raise."""
-
 # By torch's default group, like the World that it belongs to.
 on_duty: weakref.WeakKeyDictionary[dist.ProcessGroup, Watch] = weakref.WeakKeyDictionary()
 
@@ -35,7 +27,7 @@ def running() -> Watch | None:
     return on_duty.get(dist.group.WORLD) if dist.is_initialized() else None  # type: ignore[arg-type]
 
 
-def collective(name: str, *, whole: bool = False) -> AbstractContextManager[object]:
+def collective(name: str, *, whole: bool = False) -> contextlib.AbstractContextManager[object]:
     """A block in which all ranks of the default group take part, marked by the name that users know: "gather()".
 
     `whole` says that ranks may meet in it from different collectives inside.
@@ -45,10 +37,7 @@ def collective(name: str, *, whole: bool = False) -> AbstractContextManager[obje
 
 
 def explain(error: BaseException) -> None:
-    """Adds to the error of a broken connection why it broke; other errors stay as they are. No collective.
-
-    Call it in an `except` block around what communicates, then `raise`. It may take a few seconds.
-    """
+    """Adds to the error of a broken connection why it broke, which may take seconds. No collective."""
     watch = running()
     if watch is not None and is_broken_connection(error) and not explanation(error):
         text = watch.explain(error)
@@ -73,11 +62,7 @@ class Entry(NamedTuple):
 
 
 class Collective:
-    """A block in which a thread takes part in a collective, told to the Watch as an `Entry`.
-
-    People read the outermost name, ranks meet in the innermost. `details` is for the checks: what
-    has to agree beside the name.
-    """
+    """A block in a collective: people read the outermost name, ranks meet in the innermost."""
 
     __slots__ = ("_details", "_entry", "_outer", "_watch")
 

@@ -1,8 +1,4 @@
-"""The connections of process groups, and how to break those of this process.
-
-A collective of gloo that waits has nothing to be aborted with: its sockets are shut down, so that it
-raises in the thread that waits, at the user's line.
-"""
+"""The connections of process groups, shut down so that a collective of gloo raises where it waits."""
 
 from __future__ import annotations
 

@@ -15,35 +15,22 @@ from accel_core.processes.watch.collective_scope import REFUSED
 if TYPE_CHECKING:
     from accel_core.processes.watch.stack_location import State
 
-WAITING = 2.0
-"""Seconds in one collective after which a rank counts as waiting. Most take far less; a slow one is only looked at."""
+WAITING = 2.0  # seconds in one collective after which a rank counts as waiting; a slow one is only looked at
+SILENT = 4.0  # seconds without a report, though asked for, after which a rank is looked for on its machine
+LOST = 120.0  # seconds of silence after which a rank of which nothing can be known is given up, for its machine is gone
+ENDED, FAILED = "ended its training", "failed"  # the ways in which a rank leaves
 
-SILENT = 4.0
-"""Seconds without a report, though asked for, after which a rank is looked for on its machine."""
-
-LOST = 120.0
-"""Seconds of silence after which a rank of which nothing can be known is given up: its machine or the network is gone."""
-
-ENDED, FAILED = "ended its training", "failed"
-"""The ways in which a rank leaves."""
-
-ROOTED = frozenset(f"torch.distributed.{name}()" for name in ("broadcast", "gather", "reduce", "scatter")) | {
-    "broadcast()",
-    "LocalSGD",
-    "prepare()",
-}
-"""Collectives that a rank may leave while others wait for somebody else in them: it may have ended its training since."""
-
+# Collectives that a rank may leave while others wait for somebody else in them: it may have ended its training since.
+_OF_TORCH = frozenset(f"torch.distributed.{name}()" for name in ("broadcast", "gather", "reduce", "scatter"))
+ROOTED = _OF_TORCH | {"broadcast()", "LocalSGD", "prepare()"}
+# Collectives that scripts put under a condition, because elsewhere the main process calls them alone.
 SAVING = frozenset(["save_state()", "load_state()", "save_model()", "get_state_dict()"])
-"""Collectives that scripts put under a condition, because elsewhere the main process calls them alone."""
-
-
+# What is said of a process in a state in which it will never answer.
 LOSSES = {
     "gone": "{} ended without a word: killed from outside (out of memory?), os._exit(), or a crash; gloo crashes where the "
     "ranks are in different collectives, and its output says where the rank stood",
     "stopped": "{} was stopped (SIGSTOP, or a debugger)",
 }
-"""What is said of a process in a state in which it will never answer."""
 
 
 class Call(NamedTuple):
@@ -99,9 +86,8 @@ class Report(NamedTuple):
         """The report of which `json.dumps` made this text."""
         report = cls(*json.loads(text))
         calls = [Call(*call) for call in report.calls]
-        return report._replace(
-            calls=tuple(call._replace(members=call.members and tuple(call.members)) for call in calls)
-        )
+        listed = [call._replace(members=call.members and tuple(call.members)) for call in calls]
+        return report._replace(calls=tuple(listed))
 
     def __str__(self) -> str:
         if self.left:
@@ -143,18 +129,14 @@ def judged(reports: Mapping[int, Report], absent: Mapping[int, Absent]) -> tuple
 
 
 def missing(rank: int, reports: Mapping[int, Report], absent: Mapping[int, Absent]) -> dict[int, str]:
-    """The ranks for which this one waits in vain, and why; no reason if it follows from where several ranks stand.
-
-    `reports` are the fresh ones, and the last ones of those that have left; `absent` do not report.
-    """
+    """The ranks that this one waits for in vain, and why (empty: from where several stand); `absent` do not report."""
     moving = _moving(reports, absent)
     found: dict[int, str | None] = {}
     for other in sorted({*reports, *absent} - {rank}):
         calls = [call for call in reports[rank].waiting if call.involves(other)]
-        if calls and other in absent:
-            found[other] = absent[other].given_up or None
-        elif calls:
-            found[other] = _elsewhere(calls, reports[other], moving)
+        if calls:
+            gone = absent.get(other)
+            found[other] = _elsewhere(calls, reports[other], moving) if gone is None else gone.given_up or None
     return {other: reason for other, reason in found.items() if reason is not None}
 
 

@@ -1,8 +1,4 @@
-"""The Watch of a rank: a thread that looks, asks, answers and judges, and what the library sees of it.
-
-It wakes once a second and sends one message to the store, unless somebody waits. It may not wait
-itself: the process that hosts the store, which may have been stopped, is looked for first.
-"""
+"""The Watch of a rank: a thread that looks, asks, answers and judges, and what the library sees of it."""
 
 from __future__ import annotations
 
@@ -18,20 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from accel_core.processes.failure_output import broken_connection_in
+from accel_core.processes.watch import diagnosis
 from accel_core.processes.watch.checks import Checks
 from accel_core.processes.watch.collective_scope import Collective
-from accel_core.processes.watch.diagnosis import (
-    ENDED,
-    FAILED,
-    LOSSES,
-    ROOTED,
-    SILENT,
-    Absent,
-    Report,
-    broken_text,
-    judged,
-    verdict,
-)
+from accel_core.processes.watch.diagnosis import ENDED, FAILED, LOSSES, ROOTED, SILENT, Absent, Report, broken_text
 from accel_core.processes.watch.rank_status import RankStatus
 from accel_core.processes.watch.stack_location import Process
 from accel_core.processes.watch.status_store import StatusStore
@@ -40,34 +26,23 @@ if TYPE_CHECKING:
     from accel_core.processes.mismatch_report import Description
     from accel_core.processes.watch.stack_location import State
 
-PERIOD, ALERT = 1.0, 0.5
-"""Seconds between two looks: as a rule, and while this rank waits or wants to know why its connection broke."""
-
+PERIOD, ALERT = 1.0, 0.5  # seconds between two looks: as a rule; while this rank waits, or asks why a connection broke
+# In how many reports of a rank it has to wait in vain, in the same collective, before that is believed: it may be about to
+# leave that one. Twice as often if the lines of others are still to come.
 SIGHTINGS = 3
-"""In how many reports of a rank it has to wait in vain, in the same collective, before that is believed: it may be
-about to leave that one. Twice as often if the lines of others are still to come."""
+INQUIRY, PATIENCE = 3.0, 4.0  # seconds once a connection broke: for the others to say where they stand; for an answer
+MEETING = timedelta(seconds=3)  # for rank 0 to announce its process: it makes its World now, as a rule
+LINGER = timedelta(seconds=2)  # that rank 0, which may host the store, waits for ranks that still ask why the run ends
+GRACE = 5.0  # seconds after a verdict in which what waits has to raise, before the process is ended from here
 
-INQUIRY, PATIENCE = 3.0, 4.0
-"""Seconds in which the others are to say where they stand, once a connection broke, and in which there is an answer."""
-
-MEETING = timedelta(seconds=3)
-"""The time in which rank 0 is to announce its process: it makes its World now, as a rule."""
-
-LINGER = timedelta(seconds=2)
-"""The time that rank 0, which may host the store, waits for ranks that still ask why the run ends."""
-
-GRACE = 5.0
-"""Seconds after a verdict in which what waits has to raise, before the process is ended from here."""
-
+# Added to the errors that follow where a script goes on after a verdict.
 AGAIN = "The ranks did not come together, as an earlier error of this rank says. Nothing can communicate any more: let it end."
-"""Added to the errors that follow where a script goes on after a verdict."""
 
 
 class Watch:
     """The watch of one rank over its world: a thread that sleeps, with a connection of its own to the store.
 
-    A rank that is in no collective is never ended from here, for it may be writing what must not be
-    lost: its next collective raises.
+    A rank in no collective, which may be writing, is never ended from here: its next collective raises.
     """
 
     def __init__(
@@ -246,7 +221,7 @@ class Watch:
         return reports, absent
 
     def _judge(self, reports: dict[int, Report], absent: dict[int, Absent]) -> None:
-        waiting, found = judged(reports, absent)
+        waiting, found = diagnosis.judged(reports, absent)
         if waiting is None:
             self._suspicion = None, [], 0
             return
@@ -260,7 +235,7 @@ class Watch:
             self._suspicion = what, numbers, times + 1
         heard = all(rank in reports or rank in found for rank in self._others)
         if self._suspicion[2] >= (SIGHTINGS if heard else 2 * SIGHTINGS):
-            self._end(self._board.judge(self._board.failures() or verdict(waiting, reports, found)))
+            self._end(self._board.judge(self._board.failures() or diagnosis.verdict(waiting, reports, found)))
 
     def _find_reason(
         self, name: str, timed_out: bool, since: float, reports: dict[int, Report], absent: dict[int, Absent]
@@ -273,10 +248,7 @@ class Watch:
             self._reply(told or broken_text(self._rank, name, timed_out, reports, silent | gone))
 
     def _look_alone(self, report: Report, state: State) -> None:
-        """A look without the store: a message to a process that was stopped would not come back.
-
-        A lost store says nothing of rank 0, unless its process is gone: the launcher may host it.
-        """
+        """A look without the store: a stopped host does not answer; a lost store alone says nothing of rank 0."""
         self._stopped_since = self._stopped_since or self._status.seconds
         if state == "stopped" and self._status.seconds - self._stopped_since < SILENT:
             return
@@ -284,7 +256,7 @@ class Watch:
         reason = {0: LOSSES.get(state, LOSSES["gone"]).format(host)} if state != "running" else {}
         calls = [call for call in report.waiting if call.involves(0) and not (state == "gone" and call.name in ROOTED)]
         if state in ("gone", "stopped") and calls:
-            self._end(verdict(report, {self._rank: report}, reason))
+            self._end(diagnosis.verdict(report, {self._rank: report}, reason))
         elif question := self._question:
             name, timed_out, since = question
             if state != "running" or time.monotonic() - since > INQUIRY:

@@ -9,11 +9,8 @@ from accel_core.processes.watch.collective_scope import Entry
 from accel_core.processes.watch.diagnosis import Call, Report
 from accel_core.processes.watch.stack_location import Position, cpu_seconds, position_of
 
-GAP = 2.0
-"""Of a longer time between two looks only so much counts: the process itself had been stopped."""
-
-IDLE = 0.02
-"""A process that uses less than this part of a core waits for something. What gloo receives over a slow network takes more."""
+GAP = 2.0  # seconds: of a longer time between two looks only so much counts, for the process itself had been stopped
+IDLE = 0.02  # the part of a core below which a process waits; what gloo receives over a slow network takes more
 
 
 class RankStatus:
@@ -52,9 +49,7 @@ class RankStatus:
         )
         for thread in set(taking_part) - set(positions):
             self.inside.pop(thread, None)  # it has ended
-        free = any(
-            thread in positions and thread not in entries and not positions[thread].joins for thread in taking_part
-        )
+        free = any(not at.joins for thread, at in positions.items() if thread in taking_part and thread not in entries)
         self._number += 1
         line = positions[self._thread].line if self._thread in positions else "the end of the thread"
         return Report(self._rank, self._number, line, calls, self.left, free)

@@ -1,7 +1,4 @@
-"""The location of a process: its machine, whether it still runs, and the user's line that it is at.
-
-Everything here only reads. Where there is no `/proc`, the state of other processes is unknown.
-"""
+"""The location of a process: its machine, whether it runs (unknown without `/proc`), and the user's line."""
 
 from __future__ import annotations
 
@@ -15,15 +12,11 @@ from types import FrameType
 from typing import Literal, NamedTuple
 
 State = Literal["running", "stopped", "gone", "unknown"]
-
 _PROC = Path("/proc")
-
 # Whose frames are not the user's own. Libraries that the user calls are: they are nearer to the cause than we.
 _MACHINERY = frozenset({"torch", "pluggy"}) | sys.stdlib_module_names  # and every package "accel_…"
-
 # Where a thread waits for others, which is not the user's code. In torch's it may also compute.
 _WAITING_ROOMS = ("torch.distributed", "torch.autograd", "torch.nn.parallel.distributed", "accel_")
-
 # Functions of torch.distributed in which a whole group meets, all of which take `group`; those between two ranks do not count.
 _MEETINGS = frozenset(
     [
