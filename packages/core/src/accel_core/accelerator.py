@@ -96,14 +96,10 @@ class Accelerator(CheckpointMethods, RecordingMethods, LoopMethods, CollectiveMe
         WorldError: the launcher, the devices and the options contradict each other.
     """
 
-    state: AcceleratorState = shown(
-        "_state", "The set-up as one read-only object; `state.<name>_plugin` is a strategy."
-    )
+    state: AcceleratorState = shown("_state", "The set-up, read-only; `state.<name>_plugin` is a strategy.")
     layout: Layout = shown("_layout", "The part of the data that this process reads, and the ranks that share it out.")
     distributed_type: DistributedType = shown("_state.distributed_type", "The strategy's word for how it distributes.")
-    project_configuration: ProjectConfiguration = shown(
-        "_project", "The project's folders, and how checkpoints are kept."
-    )
+    project_configuration: ProjectConfiguration = shown("_project", "The project's folders and rules for checkpoints.")
     project_dir: str | os.PathLike[str] | None = shown("_project.project_dir", "The folder of the project, if any.")
     logging_dir: str | os.PathLike[str] | None = shown("_project.logging_dir", "The folder for logs, if any.")
     mixed_precision: str = shown("_parts.mixed_precision", 'The name of the precision: "no" for full precision.')

@@ -116,9 +116,7 @@ class _Alone:
 
 
 def _refuse_prepared(given: object) -> NoReturn:
-    raise ValueError(
-        f"This {type(given).__name__} is prepared by an Accelerator. Call free_memory() of that one first."
-    )
+    raise ValueError(f"This {type(given).__name__} is prepared by an Accelerator. Call free_memory() of that first.")
 
 
 def _refuse_subclass(cls: type, kind: type) -> None:

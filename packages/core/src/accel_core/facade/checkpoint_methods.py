@@ -82,7 +82,7 @@ class CheckpointMethods(PreparationMethods):
         """
         if not safe_serialization:
             raise ValueError(
-                "save_state(safe_serialization=False) was asked for, but a pickled checkpoint is never loaded. Leave it out."
+                "save_state(safe_serialization=False): a pickled checkpoint is never loaded. Leave it out."
             )
         refuse_keywords("save_state()", save_model_func_kwargs)
         saves, waits = (self._parts.activation.owners[hook] for hook in ("save_checkpoint", "wait_for_checkpoint"))

@@ -81,14 +81,11 @@ class LoopMethods(AcceleratorParts):
             self._prepared.check_orphans()
             check_reading(self._feed, self._layout.shard.count)
         if loss.dim() and loss.numel() != 1 and "gradient" not in kwargs:
-            raise ValueError(
-                f"backward() was given a loss of shape {tuple(loss.shape)}, expected a scalar, e.g. loss.mean()."
-            )
+            raise ValueError(f"backward() got a loss of shape {tuple(loss.shape)}, expected a scalar: loss.mean().")
         if learning_rate is not None or self._prepared.fused:
             owners = self._parts.activation.owners
-            fused_backward.fused_backward(
-                loss, learning_rate, self._prepared.optimizers, self._accumulation, self._world, owners, kwargs
-            )
+            known = (self._prepared.optimizers, self._accumulation, self._world, owners)
+            fused_backward.fused_backward(loss, learning_rate, *known, kwargs)
             return
         accumulation = self._accumulation
         accumulation.count_backward()
@@ -134,9 +131,8 @@ class LoopMethods(AcceleratorParts):
             check_reading(self._feed, self._layout.shard.count)
         self._accumulation.whole_window()
         with self._world.collective("forward_backward()"):
-            mean = self._relay.forward_backward(
-                model, micro_batches, loss_fn, inputs or default_inputs, self._relay.scale_loss
-            )
+            relay, inputs = self._relay, inputs or default_inputs
+            mean = relay.forward_backward(model, micro_batches, loss_fn, inputs, relay.scale_loss)
         self._accumulation.count_backward()
         return mean
 
@@ -209,9 +205,7 @@ class LoopMethods(AcceleratorParts):
         for each in [given] if isinstance(given, Optimizer) else given:
             gate = gate_of(each)
             if gate is None:
-                raise ValueError(
-                    f"unscale_gradients() was given a {type(each).__name__} that is not prepared: use prepare()."
-                )
+                raise ValueError(f"unscale_gradients() was given a {type(each).__name__} that is not prepared.")
             if not self._accumulation.open:
                 gate.unscale(each)
 

@@ -47,18 +47,11 @@ def fused_backward(
         )
     asked = f"backward() was called, and {type(fused).__name__} updates parameters during the backward."
     if len(optimizers) > 1:
-        raise RuntimeError(
-            f"{asked} It is one of several prepared optimizers ({names}). Give each an Accelerator of its own."
-        )
+        raise RuntimeError(f"{asked} It is one of several ({names}). Give each an Accelerator of its own.")
     if world.size > 1:
-        raise RuntimeError(
-            f"{asked} In a world of {world.size} ranks gradients are averaged at the end of the backward, after the "
-            f"update."
-        )
+        raise RuntimeError(f"{asked} In a world of {world.size} ranks gradients are averaged after that.")
     if accumulation.steps > 1:
-        raise RuntimeError(
-            f"{asked} With gradient_accumulation_steps={accumulation.steps} nothing would be accumulated."
-        )
+        raise RuntimeError(f"{asked} With gradient_accumulation_steps={accumulation.steps} nothing would add up.")
     for hook in ("scale_loss", "backward", "optimizer_step", "apply_step"):
         if (owner := owners[hook]) is not None:
             raise RuntimeError(

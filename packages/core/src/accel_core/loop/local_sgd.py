@@ -98,9 +98,7 @@ class LocalSGD:
         """Makes the model the same on every rank. A collective over the data-parallel ranks."""
         world, group = self._accelerator._world, self._accelerator._layout.data_group
         if self._accelerator._feed.joining:
-            raise RuntimeError(
-                "LocalSGD averages over all ranks, and inside join_uneven_inputs() some may have ended. Leave one out."
-            )
+            raise RuntimeError("LocalSGD averages over all ranks, and in join_uneven_inputs() some may have ended.")
         ranks = reduce_gather.gather(torch.tensor([[self._calls, self._steps, ending]]), world, group).tolist()
         if any(rank != ranks[0] for rank in ranks):
             table = "".join(

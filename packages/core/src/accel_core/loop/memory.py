@@ -78,9 +78,7 @@ def find_executable_batch_size(
     no size fits or the ranks cannot go on together.
     """
     if function is None:
-        return lambda each: find_executable_batch_size(
-            each, starting_batch_size, reduce_batch_size_fn, patience=patience
-        )
+        return lambda it: find_executable_batch_size(it, starting_batch_size, reduce_batch_size_fn, patience=patience)
     if type(starting_batch_size) is not int or starting_batch_size < 1:
         raise ValueError(
             f"find_executable_batch_size(starting_batch_size={starting_batch_size!r}): expected an int of at least 1."
@@ -128,9 +126,7 @@ def _attempt(function: Callable[..., Any], name: str, size: int, args: Any, kwar
             with contextlib.suppress(dist.DistError):  # the error matters more than the store
                 _vote(name, size, f"raised {type(error).__name__}: {error}")
             raise
-        traceback.clear_frames(
-            error.__traceback__
-        )  # whose local variables keep tensors alive as long as the error lives
+        traceback.clear_frames(error.__traceback__)  # whose local variables keep tensors alive as long as the error
         return None, str(error).partition("\n")[0] or type(error).__name__
 
 

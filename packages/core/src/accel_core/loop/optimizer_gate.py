@@ -277,9 +277,8 @@ def _reduced_bare(optimizer: Optimizer, protocol: Any) -> Any:
     if len(parts) > 2 and isinstance(parts[2], dict):
         before = vars(optimizer)[_GATE]._shadowed
         state = {name: value for name, value in parts[2].items() if not name.startswith("_accel_")}
-        parts[2] = {
-            name: before.get(name, value) for name, value in state.items() if name not in _SHADOWED or name in before
-        }
+        kept = state.keys() - (set(_SHADOWED) - before.keys())
+        parts[2] = {name: before.get(name, value) for name, value in state.items() if name in kept}
     return tuple(parts)
 
 

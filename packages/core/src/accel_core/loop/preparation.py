@@ -258,10 +258,7 @@ def kind_of(obj: object) -> Kind:
     if is_batch_stream(obj):
         return "loader"
     if isinstance(obj, torch.Tensor) and obj.requires_grad:
-        raise TypeError(
-            "prepare() was given a tensor that requires a gradient, which nobody averages. Make it a parameter of a "
-            "module."
-        )
+        raise TypeError("prepare() got a tensor that requires a gradient, which nobody averages. Make it a parameter.")
     members = obj.values() if isinstance(obj, dict) else obj if isinstance(obj, (list, tuple, set)) else ()
     for member in members:
         if isinstance(member, (*_KINDS, nn.Parameter)) or is_scheduler(member):
@@ -275,9 +272,7 @@ def kind_of(obj: object) -> Kind:
 def require(call: str, obj: object, kind: type, wanted: str) -> None:
     """Raises `TypeError` unless `obj` is of the kind that `call` takes."""
     if not isinstance(obj, kind):
-        raise TypeError(
-            f"{call} was given a {type(obj).__name__}, expected {wanted}. prepare() takes objects of any kind."
-        )
+        raise TypeError(f"{call} was given a {type(obj).__name__}, expected {wanted}. prepare() takes any kind.")
 
 
 def check_device_placement(given: Sequence[bool] | None, objects: Sequence[object], places_models: bool) -> None:
@@ -288,10 +283,7 @@ def check_device_placement(given: Sequence[bool] | None, objects: Sequence[objec
     if places_models:
         raise ValueError("prepare(): the chosen strategy places models by itself. Leave device_placement out.")
     if len(given) != len(objects):
-        raise ValueError(
-            f"prepare() was given {len(objects)} objects and device_placement with {len(given)} entries. Give one True "
-            f"or False each."
-        )
+        raise ValueError(f"prepare() was given {len(objects)} objects and device_placement with {len(given)} entries.")
 
 
 def check_state_kept(optimizers: Iterable[Optimizer]) -> None:
@@ -368,9 +360,6 @@ def has_device_map(model: nn.Module) -> bool:
 def _named(optimizer: Optimizer) -> Iterator[tuple[str, nn.Parameter]]:
     for index, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):
-            name = (
-                group["param_names"][position]
-                if "param_names" in group
-                else f"param_groups[{index}]['params'][{position}]"
-            )
+            named = group.get("param_names")
+            name = f"param_groups[{index}]['params'][{position}]" if named is None else named[position]
             yield f"{name} {tuple(parameter.shape)}", parameter

@@ -86,10 +86,7 @@ class Run:
             )
         for each in objects:
             if any(each is other for other in self.registered):
-                raise ValueError(
-                    f"register_for_checkpointing() was given a {type(each).__name__} that is registered already, and "
-                    f"would be saved twice."
-                )
+                raise ValueError(f"register_for_checkpointing(): a {type(each).__name__} is registered already.")
         self.registered.extend(objects)
 
     def on_save(self, hook: SaveHook) -> RemovableHandle:

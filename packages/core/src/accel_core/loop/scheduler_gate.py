@@ -48,8 +48,7 @@ def rule_of(with_optimizer: bool, processes: int | None, adjust: bool | None) ->
     if not with_optimizer and (processes or adjust):
         asked = "step_scheduler_per_process=True" if processes else "adjust_scheduler=True"
         raise ValueError(
-            f"step_scheduler_with_optimizer=False leaves scheduler.step() alone, and {asked} multiplies it. Leave one "
-            f"of them out."
+            f"step_scheduler_with_optimizer=False leaves scheduler.step() alone, and {asked} multiplies it. Leave one of them out."
         )
     return SchedulerRule(with_optimizer, processes or 1, bool(adjust), stops=bool(processes or adjust))
 

@@ -18,9 +18,7 @@ Location = str | os.PathLike[str] | None
 class KwargsHandler:
     """Base of the option classes. A field that was not set is left to the receiver's own default."""
 
-    on_request: ClassVar[bool] = (
-        False  # whether options wait for a call of the user's: they are never without a receiver
-    )
+    on_request: ClassVar[bool] = False  # whether options wait for a call of the user's: some receiver may come
 
     def to_kwargs(self) -> dict[str, Any]:
         """The options that differ from the defaults of the class."""
@@ -95,9 +93,7 @@ class GradientAccumulationPlugin(KwargsHandler):
         if self.mean_over not in ("window", "steps"):
             raise ValueError(f"GradientAccumulationPlugin(mean_over={self.mean_over!r}): expected 'window' or 'steps'.")
         if type(self.num_steps) is not int or self.num_steps < 1:
-            raise ValueError(
-                f"GradientAccumulationPlugin(num_steps={self.num_steps!r}): expected an integer of at least 1."
-            )
+            raise ValueError(f"GradientAccumulationPlugin(num_steps={self.num_steps!r}): expected an int, at least 1.")
 
 
 @dataclass
@@ -220,7 +216,6 @@ def resolve_project(
         )
     if project.automatic_checkpoint_naming and project.project_dir is None:
         raise ValueError(
-            "ProjectConfiguration(automatic_checkpoint_naming=True) was given, but no folder. Add project_dir=... to it, or "
-            "to Accelerator(...)."
+            "ProjectConfiguration(automatic_checkpoint_naming=True) was given, but no folder. Add project_dir=..."
         )
     return project

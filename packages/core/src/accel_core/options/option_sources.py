@@ -116,10 +116,8 @@ def inherited(environ: Mapping[str, str] = os.environ) -> dict[str, dict[str, Gi
         content = json.loads(text or "{}")
         if content.keys() - {*_LEVELS}:
             raise ValueError(f"it speaks of {', '.join(sorted(content.keys() - {*_LEVELS}))}")
-        return {
-            level: {name: GivenOption(value, str(source)) for name, (value, source) in content.get(level, {}).items()}
-            for level in _LEVELS
-        }
+        levels = ((level, content.get(level, {}).items()) for level in _LEVELS)
+        return {level: {name: GivenOption(value, str(at)) for name, (value, at) in given} for level, given in levels}
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{CHANNEL} cannot be read ({error}): launchers write it, as JSON. Unset it, and give options on the "

@@ -129,10 +129,8 @@ def refuse_beside_object(config: object, loader: object) -> None:
 def in_force(options: Mapping[str, Option[Any]], loader: object, from_object: bool) -> dict[str, Option[Any]]:
     """What `resolve_options` returned, with what the loader itself (None: there is none) says where nothing was given."""
     own = "loader" if from_object else "default"
-    return {
-        name: Option(getattr(loader, name, None), own) if option.source == "default" else option
-        for name, option in options.items()
-    }
+    unsaid = {name for name, option in options.items() if option.source == "default"}
+    return {**options, **{name: Option(getattr(loader, name, None), own) for name in unsaid}}
 
 
 def _resolved(name: str, argument: object) -> Option[Any]:

@@ -40,9 +40,7 @@ class Relay(_Signatures):
     __slots__ = ("__weakref__", *HOOKS)
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            "A relay holds bound methods of components of this process. Build an Accelerator with the same arguments."
-        )
+        raise TypeError("A relay holds bound methods of components. Build an Accelerator with the same arguments.")
 
 
 @dataclass(eq=False, slots=True)
@@ -91,11 +89,8 @@ class Activation:
 
 def hook_specs() -> dict[str, Spec]:
     """Every hook by name, in the order of `HookSpecs`."""
-    functions = {name: vars(HookSpecs)[name] for name in HOOKS}
-    return {
-        name: Spec(function.accel_kind, tuple(inspect.signature(function).parameters)[1:])
-        for name, function in functions.items()
-    }
+    functions = [(name, vars(HookSpecs)[name]) for name in HOOKS]
+    return {name: Spec(each.accel_kind, tuple(inspect.signature(each).parameters)[1:]) for name, each in functions}
 
 
 def activate(components: Sequence[Selected], defaults: object) -> Activation:

@@ -158,9 +158,8 @@ def _not_found(group: Group, name: str, installed: Sequence[Offer]) -> PluginErr
     known = KNOWN_PROVIDERS.get(group, {})
     distribution, _, plain = name.rpartition(":")
     listing = ", ".join(map(str, installed)) or "none"
-    opening = (
-        f"The {NOUNS[group]} {name!r} was asked for, and nothing that is installed offers it. Installed: {listing}.\n"
-    )
+    asked = f"The {NOUNS[group]} {name!r} was asked for"
+    opening = f"{asked}, and nothing that is installed offers it. Installed: {listing}.\n"
     provider = canonical(distribution) if distribution else known.get(plain)
     if provider not in {canonical(offer.distribution) for offer in installed} and (distribution or plain in known):
         return NotInstalledError(f"{opening}{how_to_get(provider)}")
@@ -261,10 +260,8 @@ class Selected:
         ours = (offer for offer in list_offers() if offer.value.partition(":")[0].partition(".")[0] == package)
         if (offer := self.offer or next(ours, None)) is not None:
             return offer.distribution, offer.version
-        distributions = {*metadata.packages_distributions().get(package, ())}
-        return (
-            next(((name, metadata.version(name)) for name in distributions), None) if len(distributions) == 1 else None
-        )
+        names = {*metadata.packages_distributions().get(package, ())}
+        return next(((name, metadata.version(name)) for name in names), None) if len(names) == 1 else None
 
     def describe(self) -> str:
         """The component and its provider, as text for messages."""
