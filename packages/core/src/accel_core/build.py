@@ -184,16 +184,12 @@ class _Asked(NamedTuple):
         if len(given) > 1:
             raise ValueError(f"kwargs_handlers has {names}, which all configure {argument}={option.value!r}. Keep one.")
         if given and not by_name:
-            raise ValueError(
-                f"{argument}={type(choice).__name__}(...) and kwargs_handlers=[{names}] were both given, and both configure it. An "
-                f"object built in code is complete: give it the options."
-            )
+            what = f"{argument}={type(choice).__name__}(...) and kwargs_handlers=[{names}] were both given,"
+            raise ValueError(f"{what} and both configure it. An object built in code is complete: give it the options.")
         selected = build(group, choice, self._options(choice, group, given[0] if given else None), self.offers)
         if not isinstance(selected.component, base):
-            raise TypeError(
-                f"{argument}={option.value!r} ({option.source}) gives a {type(selected.component).__name__}, expected a name such as "
-                f"{default!r}, or an accel_core.{base.__name__}."
-            )
+            what = f"{argument}={option.value!r} ({option.source}) gives a {type(selected.component).__name__},"
+            raise TypeError(f"{what} expected a name such as {default!r}, or an accel_core.{base.__name__}.")
         return Choice(NOUNS[group], selected, option.source)
 
     def _options(self, choice: object, group: Group, handler: KwargsHandler | None) -> dict[str, Any]:

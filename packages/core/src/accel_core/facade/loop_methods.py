@@ -118,10 +118,8 @@ class LoopMethods(AcceleratorParts):
         if self._prepared.fused:
             fused_backward.refuse("forward_backward()", self._prepared.optimizers)
         if self._feed.joining:
-            raise RuntimeError(
-                "forward_backward() counts its window over all ranks, and inside join_uneven_inputs() some may have ended. Take the block "
-                "away: numbers of micro-batches may differ."
-            )
+            what = "forward_backward() counts its window over all ranks, and inside join_uneven_inputs() some may"
+            raise RuntimeError(f"{what} have ended. Take the block away: numbers of micro-batches may differ.")
         if self._accumulation.inside or self._accumulation.open:
             raise RuntimeError(
                 "forward_backward() runs a window of its own, but a window of accumulate() is open. Take the call out of accumulate()."

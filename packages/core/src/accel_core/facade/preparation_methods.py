@@ -295,10 +295,8 @@ class PreparationMethods(AcceleratorParts):
         known = self._prepared.find_model(model)
         if known is not None:
             if known.evaluation and not evaluation:
-                raise ValueError(
-                    f"{type(model).__name__} was prepared with evaluation_mode=True, so its gradients would not be synchronised. Prepare it "
-                    f"for training first."
-                )
+                what = f"{type(model).__name__} was prepared with evaluation_mode=True,"
+                raise ValueError(f"{what} so its gradients would not be synchronised. Prepare it for training first.")
             return known.prepared
         preparing.check_device_map(model, self._world, self._parts.precision.policy.param)
         request = PrepareRequest(

@@ -250,10 +250,8 @@ def source_attributes(
 def overridden_copy(loader: DataLoader[Any], overrides: type[PreparedLoader], **attributes: Any) -> DataLoader[Any]:
     """A copy of `loader`, of a subclass of `overrides` and the loader's own class, with these attributes."""
     if isinstance(loader, PreparedLoader):
-        raise ValueError(
-            f"This {type(loader).__name__} has been prepared already; prepared again, it would be sharded twice. Pass "
-            f"the loader that you built, or go on with the one that prepare() returned."
-        )
+        what = f"This {type(loader).__name__} has been prepared already; prepared again, it would be sharded twice."
+        raise ValueError(f"{what} Pass the loader that you built, or go on with the one that prepare() returned.")
     twin = cast("DataLoader[Any]", _blank(overrides, type(loader)))
     # Not through setattr: torch forbids to set its attributes after the construction.
     twin.__dict__.update(copy.copy(loader).__dict__)

@@ -52,11 +52,8 @@ def compile_calls(model: nn.Module, options: Mapping[str, Any]) -> None:
     regional = given.pop(REGIONAL, False)
     regions = list(dict.fromkeys(_repeated(model))) if regional else []
     if regional and not regions:
-        warnings.warn(
-            f"{REGIONAL}=True was asked for, but {type(model).__name__} has no nn.ModuleList or nn.Sequential with "
-            f"members of one class and equal parameters. It is compiled as a whole.",
-            stacklevel=2,
-        )
+        what = f"{REGIONAL}=True was asked for, but {type(model).__name__} has no nn.ModuleList or nn.Sequential with"
+        warnings.warn(f"{what} members of one class and equal parameters. It is compiled as a whole.", stacklevel=2)
     codes: dict[Hashable, CodeType] = {}
     for region in regions or [model]:
         kind = _kind(region)

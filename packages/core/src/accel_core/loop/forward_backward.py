@@ -142,10 +142,8 @@ def default_inputs(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def _checked(result: object) -> Part:
     if not (isinstance(result, tuple) and len(result) == 2):
-        raise TypeError(
-            f"loss_fn(output, batch) returned {type(result).__name__}, expected a tuple (sum, weight): "
-            f"(cross_entropy(output, y, reduction='sum'), y.numel()), say."
-        )
+        what = f"loss_fn(output, batch) returned {type(result).__name__}, expected a tuple (sum, weight):"
+        raise TypeError(f"{what} (cross_entropy(output, y, reduction='sum'), y.numel()), say.")
     loss, weight = result
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         found = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__

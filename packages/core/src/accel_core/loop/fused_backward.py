@@ -22,10 +22,8 @@ def is_fused(optimizer: object) -> bool:
 def no_step(closure: object = None) -> None:
     """The `step` of such an optimizer, which has nothing left to do."""
     if closure is not None:
-        raise TypeError(
-            "optimizer.step(closure) was called, but this optimizer steps during the backward and calls no closure. "
-            "Call accelerator.backward(loss, learning_rate=...) instead."
-        )
+        what = "optimizer.step(closure) was called, but this optimizer steps during the backward and calls no closure."
+        raise TypeError(f"{what} Call accelerator.backward(loss, learning_rate=...) instead.")
 
 
 def fused_backward(
@@ -41,10 +39,8 @@ def fused_backward(
     fused: Any = next(filter(is_fused, optimizers), None)
     names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
     if fused is None:
-        raise TypeError(
-            f"backward(learning_rate={learning_rate!r}) was called, but no prepared optimizer updates parameters "
-            f"during the backward; prepared: {names or 'none'}. Leave learning_rate out."
-        )
+        what = f"backward(learning_rate={learning_rate!r}) was called, but no prepared optimizer updates parameters"
+        raise TypeError(f"{what} during the backward; prepared: {names or 'none'}. Leave learning_rate out.")
     asked = f"backward() was called, and {type(fused).__name__} updates parameters during the backward."
     if len(optimizers) > 1:
         raise RuntimeError(f"{asked} It is one of several ({names}). Give each an Accelerator of its own.")
@@ -70,16 +66,12 @@ def refuse(call: str, optimizers: Sequence[Optimizer]) -> None:
     """Raises where a call needs gradients, and a fused optimizer has used them up."""
     fused = next(filter(is_fused, optimizers), None)
     if fused is not None:
-        raise RuntimeError(
-            f"{call} was called, but {type(fused).__name__} updates each parameter during the backward, and its "
-            f"gradient is gone then. Use accelerator.backward(loss, learning_rate=...) alone."
-        )
+        what = f"{call} was called, but {type(fused).__name__} updates each parameter during the backward, and its"
+        raise RuntimeError(f"{what} gradient is gone then. Use accelerator.backward(loss, learning_rate=...) alone.")
 
 
 def refuse_detection(optimizer: Optimizer) -> None:
     """Raises for a fused optimizer: a backward cannot be repeated once it has changed the parameters."""
     if is_fused(optimizer):
-        raise ValueError(
-            f"Accelerator(detect_nonfinite=True) was asked for, but {type(optimizer).__name__} updates parameters "
-            f"during the backward, so a window that went wrong cannot be repeated. Leave it out."
-        )
+        what = f"Accelerator(detect_nonfinite=True) was asked for, but {type(optimizer).__name__} updates parameters"
+        raise ValueError(f"{what} during the backward, so a window that went wrong cannot be repeated. Leave it out.")

@@ -29,10 +29,8 @@ class LocalSGD:
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
         if type(local_sgd_steps) is not int or local_sgd_steps < 1:
-            raise ValueError(
-                f"LocalSGD(local_sgd_steps={local_sgd_steps!r}): expected an integer of at least 1, the number of "
-                f"steps between two averages."
-            )
+            what = f"LocalSGD(local_sgd_steps={local_sgd_steps!r}):"
+            raise ValueError(f"{what} expected an integer of at least 1, the number of steps between two averages.")
         self._accelerator, self._model, self._steps = accelerator, model, local_sgd_steps
         self.enabled = enabled and accelerator.num_processes > 1
         record = accelerator._prepared.find_model(model)

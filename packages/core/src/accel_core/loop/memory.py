@@ -104,10 +104,8 @@ def find_executable_batch_size(
             takes_size = inspect.signature(reduce_batch_size_fn).parameters
             size = reduce_batch_size_fn(size) if takes_size else reduce_batch_size_fn()
             if type(size) is not int or size >= tried[-1]:
-                raise ValueError(
-                    f"reduce_batch_size_fn returned {size!r} after a batch size of {tried[-1]}, which did not fit. "
-                    f"Return a smaller int, or 0 to end the search."
-                )
+                what = f"reduce_batch_size_fn returned {size!r} after a batch size of {tried[-1]}, which did not fit."
+                raise ValueError(f"{what} Return a smaller int, or 0 to end the search.")
         raise RuntimeError(
             f"`{name}` was called with {len(tried)} batch sizes, from {tried[0]} to {tried[-1]}, and memory sufficed "
             f"for none. The last attempt: {problem or 'there was room on this rank, but not on another one'}."
@@ -175,8 +173,6 @@ def _all_had_room(function: str, size: int, problem: str | None, patience: timed
             f"ranks, with the same starting_batch_size and reduce_batch_size_fn, and make the Accelerator before."
         )
     if _NO_ROOM in outcomes and len({begun for *_, begun in votes}) > 1:
-        raise RuntimeError(
-            f"Memory ran out between two collectives, so the next one of a rank would be taken for another one:{table}\n"
-            f"Start again with a smaller starting_batch_size."
-        )
+        what = "Memory ran out between two collectives, so the next one of a rank would be taken for"
+        raise RuntimeError(f"{what} another one:{table}\nStart again with a smaller starting_batch_size.")
     return outcomes == {_DONE}

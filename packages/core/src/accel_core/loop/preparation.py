@@ -262,10 +262,8 @@ def kind_of(obj: object) -> Kind:
     members = obj.values() if isinstance(obj, dict) else obj if isinstance(obj, (list, tuple, set)) else ()
     for member in members:
         if isinstance(member, (*_KINDS, nn.Parameter)) or is_scheduler(member):
-            raise TypeError(
-                f"prepare() was given a {type(obj).__name__} that holds a {type(member).__name__}. It takes the "
-                f"objects themselves: prepare(*objects), which returns them in the same order."
-            )
+            what = f"prepare() was given a {type(obj).__name__} that holds a {type(member).__name__}. It takes the"
+            raise TypeError(f"{what} objects themselves: prepare(*objects), which returns them in the same order.")
     return "other"
 
 
@@ -332,10 +330,8 @@ def warn_of_empty(loader: DataLoader[Any]) -> None:
 def check_device_map(model: nn.Module, world: World, param: torch.dtype | None) -> None:
     """Raises for a device map in a larger world, or with weights that nobody can cast to `param`."""
     if world.size > 1 and has_device_map(model):
-        raise ValueError(
-            f"{type(model).__name__} is spread over several devices by its hf_device_map, and {world.size} processes "
-            f"were started. Load it without a device map, or start one process."
-        )
+        what = f"{type(model).__name__} is spread over several devices by its hf_device_map, and {world.size}"
+        raise ValueError(f"{what} processes were started. Load it without a device map, or start one process.")
     if param is not None and stays_in_place(model):
         offloaded = [name for name, each in model.named_parameters() if each.is_meta and each.dtype is not param]
         if offloaded:

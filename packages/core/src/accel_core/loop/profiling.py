@@ -92,8 +92,6 @@ def _activity(given: str | ProfilerActivity) -> ProfilerActivity:
     activity = known.get(given.lower()) if isinstance(given, str) else given
     possible = torch.profiler.supported_activities()
     if activity not in possible:  # torch would leave some of them out in silence
-        raise ValueError(
-            f"ProfileKwargs(activities=...) holds {given!r}, which torch cannot record here, only "
-            f"{', '.join(sorted(each.name.lower() for each in possible))}. Leave activities out."
-        )
+        what = f"ProfileKwargs(activities=...) holds {given!r}, which torch cannot record here, only"
+        raise ValueError(f"{what} {', '.join(sorted(each.name.lower() for each in possible))}. Leave activities out.")
     return cast("ProfilerActivity", activity)

@@ -80,10 +80,8 @@ class Run:
         """See `Accelerator.register_for_checkpointing`."""
         bad = [f"{index}: a {type(each).__name__}" for index, each in enumerate(objects) if not has_state(each)]
         if bad:
-            raise ValueError(
-                f"register_for_checkpointing() takes objects with state_dict() and load_state_dict(), which these have "
-                f"not: {', '.join(bad)}. Give them these."
-            )
+            what = "register_for_checkpointing() takes objects with state_dict() and load_state_dict(),"
+            raise ValueError(f"{what} which these have not: {', '.join(bad)}. Give them these.")
         for each in objects:
             if any(each is other for other in self.registered):
                 raise ValueError(f"register_for_checkpointing(): a {type(each).__name__} is registered already.")

@@ -181,10 +181,8 @@ class ProjectConfiguration:
         if self.total_limit is not None and (type(self.total_limit) is not int or self.total_limit < 1):
             raise ValueError(f"{given}: expected an integer of at least 1.")
         if self.total_limit is not None and not self.automatic_checkpoint_naming:
-            raise ValueError(
-                f"{given} limits checkpoints with automatic names: folders that you name yourself are never deleted. Add "
-                f"automatic_checkpoint_naming=True, or leave total_limit out."
-            )
+            what = f"{given} limits checkpoints with automatic names: folders that you name yourself are never deleted."
+            raise ValueError(f"{what} Add automatic_checkpoint_naming=True, or leave total_limit out.")
         self._logs_were_given = self.logging_dir is not None
         self.set_directories(self.project_dir)
 

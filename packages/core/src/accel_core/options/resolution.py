@@ -97,10 +97,8 @@ def refuse_beside(argument: str, built: object, option: str, value: object, vari
     outside = given_outside(variable)
     if value is not None or outside is not None:
         other = f"{option}={value!r}" if value is not None or outside is None else f"{outside.source}={outside.text!r}"
-        raise ValueError(
-            f"{other} and {argument}={built} were both given. An object that is built in code is complete: give it the option, "
-            f"and leave the other out."
-        )
+        what = f"{other} and {argument}={built} were both given. An object that is built in code is complete:"
+        raise ValueError(f"{what} give it the option, and leave the other out.")
 
 
 def resolve_options(loose: Mapping[str, object], config: object) -> dict[str, Option[Any]]:
@@ -108,10 +106,8 @@ def resolve_options(loose: Mapping[str, object], config: object) -> dict[str, Op
     if config is None:
         return {name: _resolved(name, loose.get(name)) for name in VARIABLES}
     if not isinstance(config, KwargsHandler):
-        raise TypeError(
-            f"dataloader_config={config!r} is a {type(config).__name__}: expected an object of options, such as "
-            f"DataLoaderConfiguration(...) of accel-data."
-        )
+        what = f"dataloader_config={config!r} is a {type(config).__name__}:"
+        raise TypeError(f"{what} expected an object of options, such as DataLoaderConfiguration(...) of accel-data.")
     names, given = [field.name for field in fields(config)], config.to_kwargs()
     for name in names:
         refuse_beside("dataloader_config", config, name, loose.get(name), VARIABLES.get(name, ""))

@@ -97,10 +97,8 @@ def activate(components: Sequence[Selected], defaults: object) -> Activation:
     """Checks that all active components fit together, and binds every hook; `defaults` has marked methods for those without owner."""
     for one, other in itertools.combinations(components, 2):
         if one.component is other.component:
-            raise PluginError(
-                f"One object was passed twice: as {one.describe()} and as {other.describe()}.\n"
-                f"Pass it once: all its hooks are found, whatever its role."
-            )
+            what = f"One object was passed twice: as {one.describe()} and as {other.describe()}."
+            raise PluginError(f"{what}\nPass it once: all its hooks are found, whatever its role.")
     specs, manager = hook_specs(), pluggy.PluginManager(PROJECT)
     implemented = [(Listener(selected), _hooks_of(manager, selected, specs)) for selected in components]
     fallback = _hooks_of(manager, Selected(defaults, "core defaults"), specs)
@@ -131,15 +129,11 @@ def _hooks_of(manager: pluggy.PluginManager, selected: Selected, specs: Mapping[
             _check_mark(selected, name, [option for option, value in options.items() if value], specs)
             _check_arguments(selected, name, specs[name].arguments, methods[name])
         elif name in specs:
-            raise PluginError(
-                f"{_upper(selected)} has a method {name!r}, which is the name of a hook, without the marker: it would "
-                f"never be called.\n{MARK}, or give the method another name."
-            )
+            what = f"{_upper(selected)} has a method {name!r}, which is the name of a hook, without the marker:"
+            raise PluginError(f"{what} it would never be called.\n{MARK}, or give the method another name.")
     if selected.group is None and not methods:
-        raise PluginError(
-            f"{_upper(selected)} was passed as a plugin, but it implements no hook.\n"
-            f"Hooks are: {', '.join(specs)}. {MARK}, or leave the object out."
-        )
+        what = f"{_upper(selected)} was passed as a plugin, but it implements no hook."
+        raise PluginError(f"{what}\nHooks are: {', '.join(specs)}. {MARK}, or leave the object out.")
     return methods
 
 

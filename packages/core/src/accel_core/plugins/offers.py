@@ -78,10 +78,8 @@ class Offer:
         """Imports what makes the component. Raises `PluginError` if it does not fit the core or cannot be imported."""
         asked = f"The {self.noun} {self.name!r} was asked for, but"
         if (misfit := self.misfit()) is not None:
-            raise PluginError(
-                f"{asked} {misfit}.\n"
-                f"Type: pip install --upgrade {self.distribution}, or, to keep that one: pip install '{CORE}{self.core}'"
-            )
+            what = f"{asked} {misfit}.\nType: pip install --upgrade {self.distribution}, or, to keep that one:"
+            raise PluginError(f"{what} pip install '{CORE}{self.core}'")
         try:
             factory = metadata.EntryPoint(self.name, self.value, self.group).load()
             if not callable(factory):
@@ -141,10 +139,8 @@ def find_default(group: Group, name: str, call: str, offers: Sequence[Offer] | N
         provider = KNOWN_PROVIDERS[group][name]
         raise NotInstalledError(f"{call} needs {provider}, which is not installed. {how_to_get(provider)}")
     if len(found) > 1:
-        raise PluginError(
-            f"{call} needs a {NOUNS[group]}, and {len(found)} distributions offer it under the name {name!r}: "
-            f"{', '.join(each.provider for each in found)}. Uninstall all but one."
-        )
+        what = f"{call} needs a {NOUNS[group]}, and {len(found)} distributions offer it under the name {name!r}:"
+        raise PluginError(f"{what} {', '.join(each.provider for each in found)}. Uninstall all but one.")
     return found[0]
 
 
@@ -290,10 +286,8 @@ def build(
     try:
         return Selected(factory(**given), offer.name, group, offer)
     except TypeError as error:
-        raise TypeError(
-            f"The {offer.noun} {offer} could not be made with {', '.join(given) or 'no options'}: {error}.\n"
-            f"Give what {offer.value} takes, or build the object in code and pass it."
-        ) from error
+        asked = f"The {offer.noun} {offer} could not be made with {', '.join(given) or 'no options'}: {error}."
+        raise TypeError(f"{asked}\nGive what {offer.value} takes, or build the object in code and pass it.") from error
 
 
 def passed(component: object, group: Group | None = None) -> Selected:

@@ -86,10 +86,8 @@ class DDP(Strategy):
                 known = ", ".join(map(repr, get_args(choices)))
                 raise ValueError(f"DDP(comm_{option}={value!r}): expected one of {known}.")
         if comm_hook != "power_sgd" and (comm_state_option or comm_wrapper != "no"):
-            raise ValueError(
-                f"DDP(comm_wrapper={comm_wrapper!r}, comm_state_option={comm_state_option!r}) configures PowerSGD, but "
-                f"comm_hook is {comm_hook!r}. Add comm_hook='power_sgd', or leave them out."
-            )
+            what = f"DDP(comm_wrapper={comm_wrapper!r}, comm_state_option={comm_state_option!r}) configures PowerSGD,"
+            raise ValueError(f"{what} but comm_hook is {comm_hook!r}. Add comm_hook='power_sgd', or leave them out.")
         self._options: dict[str, Any] = {
             "forward_sync_buffers": broadcast_buffers,  # its older name is deprecated in torch
             "bucket_cap_mb": bucket_cap_mb,
@@ -231,10 +229,8 @@ class _Wrapper(ClassOverride):
 
     def __getstate__(self) -> Any:
         if vars(self)["_comm_hooks"]:
-            raise TypeError(
-                "This DDP model was to be copied or pickled, but torch would not copy its communication hook. Copy the "
-                "model inside it, accelerator.unwrap_model(model), and prepare that."
-            )
+            what = "This DDP model was to be copied or pickled, but torch would not copy its communication hook."
+            raise TypeError(f"{what} Copy the model inside it, accelerator.unwrap_model(model), and prepare that.")
         if "reducer" not in vars(self):
             raise RuntimeError(f"This DDP model was to be copied or pickled after {_ENDED}")
         state = super().__getstate__()  # type: ignore[misc]
