@@ -19,9 +19,9 @@ from accel_core.base.errors import (
 from accel_core.base.vocabulary import ELSEWHERE, DistributedType, DynamoBackend, LoggerType, PrecisionType, RNGType
 from accel_core.collectives.run_seed import set_seed
 from accel_core.contract.hook_specs import hookimpl
-from accel_core.contract.layout import Layout, Shard
 from accel_core.contract.loader_progress import Feed, Passage, Rows
 from accel_core.contract.precision_policy import Precision, PrecisionPolicy
+from accel_core.contract.strategy import Layout, Shard
 from accel_core.loop.optimizer_gate import SKIPPED
 from accel_core.loop.preparation import PrepareRequest
 from accel_core.options.handlers import (

@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from accel_core.base.vocabulary import DistributedType, OlderArguments
-    from accel_core.contract.layout import Layout
     from accel_core.contract.precision_policy import Precision
-    from accel_core.contract.strategy import Strategy
+    from accel_core.contract.strategy import Layout, Strategy
     from accel_core.options.handlers import (
         GradientAccumulationPlugin,
         KwargsHandler,

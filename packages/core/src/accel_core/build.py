@@ -48,7 +48,7 @@ from accel_core.processes.world import World
 
 if TYPE_CHECKING:
     from accel_core.contract.default_components import DetectorFactory, Recorder
-    from accel_core.contract.layout import Layout
+    from accel_core.contract.strategy import Layout
     from accel_core.plugins.explain import Explanation
 
 Handlers = Mapping[type[KwargsHandler], Any]

@@ -52,10 +52,7 @@ class _State(ProcessControl):
 
     @property
     def backend(self) -> str | None:
-        """The backend of `torch.distributed` for tensors on `device`, such as "gloo"; None in a world of one.
-
-        Raises `WorldError` once the process group has ended.
-        """
+        """The backend on `device`, such as "gloo"; None in a world of one; `WorldError` after its end."""
         group = self._world.group
         if group is None:
             return None
@@ -68,10 +65,7 @@ class _State(ProcessControl):
             torch.accelerator.set_device_index(self.device)
 
     def destroy_process_group(self) -> None:
-        """Ends the process group, after everything of ours that uses it has let go. A collective; twice is once.
-
-        `end_training` does this when it is the last user. Raises `WorldError` for a foreign group.
-        """
+        """Ends the process group. Collective; twice is once. Raises `WorldError` for a foreign one."""
         if self._world.source == "running group":
             what = "destroy_process_group() was called, but the process group was not started by accel_core."
             raise WorldError(f"{what} Call torch.distributed.destroy_process_group() where it was started, at the end.")

@@ -1,7 +1,4 @@
-"""Components that are found under default names: for checkpoints, for `detect_nonfinite=True`, and for `log_with`.
-
-The core asks for each when it is first needed, and imports nothing before that.
-"""
+"""Components under default names: for checkpoints, `detect_nonfinite=True` and `log_with`."""
 # ruff: noqa: D102  (the docstrings of the classes describe their methods)
 
 from __future__ import annotations

@@ -88,10 +88,7 @@ def _configured(argument: str, name: str, given: object) -> Mapping[str, Strateg
 
 
 def warn_of_unread(environ: Mapping[str, str] = os.environ) -> None:
-    """Warns of variables that nothing reads, and whose names are those of options but for a letter or two.
-
-    Others belong to launchers, this one's or somebody else's.
-    """
+    """Warns of variables that nothing reads, named as an option is but for a letter or two."""
     known = {variable_of(option).removeprefix(PREFIX) for option in (*OPTIONS, *LOADER_OPTIONS, "debug", "log_level")}
     for name in sorted(environ):
         own = name.removeprefix(PREFIX)

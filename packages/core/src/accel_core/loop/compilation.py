@@ -22,10 +22,7 @@ _BEFORE = "_accel_before"  # on a compiled call of ours: what stood in its place
 def resolve_compilation(
     backend: object, plugin: object, outside: Callable[[], Mapping[str, Any]] = dict
 ) -> tuple[Option[Any], Mapping[str, Any] | None]:
-    """The chosen backend with its source, and the options for `compile_calls`: None to compile nothing.
-
-    `outside` gives what was said outside of the code for the plugin's other fields.
-    """
+    """The backend, and options for `compile_calls` (None: none); `outside` gives further fields."""
     if plugin is None:
         option: Option[Any] = resolve(backend, VARIABLE, as_text, OPTIONS["dynamo_backend"])
         chosen = _known_backend(option.value, f"dynamo_backend={option.value!r} ({option.source})")

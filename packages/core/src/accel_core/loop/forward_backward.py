@@ -23,7 +23,7 @@ from accel_core.loading.index_source import looked_ahead
 if TYPE_CHECKING:
     from torch import nn
 
-    from accel_core.contract.layout import Layout
+    from accel_core.contract.strategy import Layout
     from accel_core.loop.preparation import Prepared
     from accel_core.plugins import Relay
     from accel_core.processes.world import World

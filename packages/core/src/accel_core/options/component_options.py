@@ -57,10 +57,9 @@ class Sections:
     def take(
         self, name: str, load: Callable[[], Callable[..., Any]], elsewhere: Mapping[str, str] = _NOWHERE
     ) -> dict[str, Any]:
-        """The given options of the component that is chosen as `name`, for its constructor, which `load` gives if there are any.
+        """The options given for the component chosen as `name`, whose constructor `load` gives.
 
-        `elsewhere`: parameters that are options of the Accelerator instead → these. Raises
-        `ValueError` for what it does not have or only Python can express, and for another type.
+        `elsewhere`: parameter → option of the Accelerator. Raises `ValueError` for what does not fit.
         """
         section = section_name(name)
         is_taken = section in self._used

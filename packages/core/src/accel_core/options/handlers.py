@@ -197,10 +197,7 @@ class ProjectConfiguration:
 def resolve_project(
     project_dir: Any, project_config: ProjectConfiguration | None, source: str = "argument"
 ) -> ProjectConfiguration:
-    """The configuration that `Accelerator(project_dir=..., project_config=...)` asks for, as a copy of its own.
-
-    Raises `ValueError` if they name two folders (`source` says who the first), or names have none.
-    """
+    """A copy of the configuration, with its folder; `ValueError` for two, or names without one."""
     if project_config is None:
         return ProjectConfiguration(project_dir)
     # A copy, because `iteration` counts: two Accelerators that were given one configuration do not count for each other.

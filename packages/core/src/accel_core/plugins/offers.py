@@ -112,9 +112,7 @@ def list_offers(group: Group | None = None) -> list[Offer]:
 def find(group: Group, name: str, offers: Sequence[Offer] | None = None) -> Offer:
     """The one offer of `name`, which may be qualified by its distribution: `other-fsdp:fsdp`. Imports nothing.
 
-    `offers` is what `list_offers` has returned, to look up several names with one listing. Raises
-    `NotInstalledError` if a distribution is known that offers it, `PluginError` if none is, or
-    several are installed.
+    Raises `NotInstalledError` if a distribution is known that offers it, else `PluginError`.
     """
     installed = [offer for offer in (list_offers(group) if offers is None else offers) if offer.group == group]
     distribution, _, plain = name.rpartition(":")
@@ -195,10 +193,7 @@ def _numbers(release: str) -> tuple[int, ...]:
 
 
 def admits(specifier: str, version: str) -> bool:
-    """True if `version` satisfies every clause of `specifier` (">=0.2,<1"; empty admits all), in the order of versions.
-
-    So `>=0.2` admits `0.3rc1`, and `<2` admits `2rc1`. Raises `ValueError` for what it cannot read.
-    """
+    """Whether `version` satisfies every clause of `specifier`, such as ">=0.2,<1"."""
     installed = Version.parse(version)
     return all(_admits_clause(clause.strip(), installed) for clause in specifier.split(",") if clause.strip())
 
@@ -227,11 +222,7 @@ def requirement_on(distribution: str, requirements: Iterable[str] | None) -> str
 
 @dataclass(frozen=True, eq=False)
 class Selected:
-    """A component that is to be active, and where it came from.
-
-    `name` is the offer's, or that of the class of an object that was passed, which has no offer;
-    an object from `plugins=[...]` has no group.
-    """
+    """A component that is to be active, and its offer; passed ones have the name of their class."""
 
     component: Any
     name: str
@@ -270,11 +261,7 @@ class Selected:
 def build(
     group: Group, choice: object, options: Mapping[str, Any] | None = None, offers: Sequence[Offer] | None = None
 ) -> Selected:
-    """Makes the component that `choice` names, with `options`, or takes the object that it is. `offers` is as for `find`.
-
-    Raises `PluginError` as `find` and `Offer.load` do, `ValueError` for options beside an object,
-    `TypeError` for a class instead of an object, or options that do not fit its constructor.
-    """
+    """The component that `choice` names, made with `options`, or is. Errors as of `find`, too."""
     given = options or {}
     if not isinstance(choice, str):
         if given:

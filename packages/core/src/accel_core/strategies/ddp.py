@@ -17,8 +17,7 @@ from accel_core.base.class_override import ClassOverride, override_class
 from accel_core.base.errors import WorldError
 from accel_core.base.vocabulary import SEVERAL_PROCESSES
 from accel_core.contract.hook_specs import hookimpl
-from accel_core.contract.layout import Layout
-from accel_core.contract.strategy import Strategy
+from accel_core.contract.strategy import Layout, Strategy
 from accel_core.options.handlers import KwargsHandler
 from accel_core.processes.watch.collective_scope import explain
 from accel_core.processes.world import World

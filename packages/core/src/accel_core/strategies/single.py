@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from accel_core.base.errors import WorldError
 from accel_core.base.vocabulary import ONE_PROCESS
 from accel_core.contract.hook_specs import hookimpl
-from accel_core.contract.layout import Layout
-from accel_core.contract.strategy import Strategy
+from accel_core.contract.strategy import Layout, Strategy
 from accel_core.strategies.placement import place_model
 
 if TYPE_CHECKING:
