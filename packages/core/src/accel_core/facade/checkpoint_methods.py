@@ -88,10 +88,8 @@ class CheckpointMethods(PreparationMethods):
         saves, waits = (self._parts.activation.owners[hook] for hook in ("save_checkpoint", "wait_for_checkpoint"))
         if saves is not None:  # the neutral format says more where it arrives: how it writes
             if asynchronous and waits is None:
-                raise ValueError(
-                    f"save_state(asynchronous={asynchronous!r}) was asked for, and {saves.describe()} has no wait_for_checkpoint(), so "
-                    f"nobody could hear of a failure. Leave asynchronous out."
-                )
+                what = f"save_state(asynchronous={asynchronous!r}) was asked for,"
+                raise ValueError(f"{what} and {saves.describe()} has no wait_for_checkpoint(). Leave asynchronous out.")
             self._world.arrive("save_state()")
         folder = self._relay.save_checkpoint(self._run, output_dir, asynchronous)
         if not isinstance(folder, str):

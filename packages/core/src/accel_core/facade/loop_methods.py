@@ -121,9 +121,8 @@ class LoopMethods(AcceleratorParts):
             what = "forward_backward() counts its window over all ranks, and inside join_uneven_inputs() some may"
             raise RuntimeError(f"{what} have ended. Take the block away: numbers of micro-batches may differ.")
         if self._accumulation.inside or self._accumulation.open:
-            raise RuntimeError(
-                "forward_backward() runs a window of its own, but a window of accumulate() is open. Take the call out of accumulate()."
-            )
+            asked = "forward_backward() runs a window of its own, but a window of accumulate() is open."
+            raise RuntimeError(f"{asked} Take the call out of accumulate().")
         if self._prepared.unchecked:
             self._prepared.check_orphans()
             check_reading(self._feed, self._layout.shard.count)

@@ -331,8 +331,7 @@ class PreparationMethods(AcceleratorParts):
         if gate is None or gate.owner() is self._prepared:
             return gate is not None
         if gate.owner() is not None:
-            raise ValueError(
-                f"This {type(optimizer).__name__} is prepared by another Accelerator. Use that one, or call its free_memory() first."
-            )
+            what = f"This {type(optimizer).__name__} is prepared by another Accelerator."
+            raise ValueError(f"{what} Use that one, or call its free_memory() first.")
         gate.remove(optimizer)
         return False

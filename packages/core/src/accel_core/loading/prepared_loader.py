@@ -212,11 +212,7 @@ class PreparedLoader(_Base):
 
 
 def prepare_local_loader(loader: DataLoader[Any], feed: Feed, device: torch.device | None) -> DataLoader[Any]:
-    """A copy of `loader` that puts its batches on `device` and reports them to `feed`: all that a world of one needs.
-
-    Where the number of batches is not certain (iterable sets, samplers of the user's own, subclasses
-    that iterate in their own way), `feed.lookahead` batches are looked ahead.
-    """
+    """A copy of `loader` that puts its batches on `device` and reports them to `feed`."""
     iterable = isinstance(loader.dataset, IterableDataset)
     source = LocalSource(index_sampler(loader), batched=loader.batch_sampler is not None, endless=iterable)
     return prepare_copy(loader, PreparedLoader, source, Outlet(feed, device))
@@ -232,8 +228,7 @@ def prepare_copy(
 ) -> DataLoader[Any]:
     """A copy of `loader` that reads index batches from `source`: an `overridden_copy` with these `attributes` too.
 
-    With `strict` batches may be padded, so a loader class with an `__iter__` of its own has to
-    yield one batch for each that it takes from `super().__iter__()`.
+    With `strict` (batches may be padded) an `__iter__` of the loader's own yields one for each it takes.
     """
     return overridden_copy(loader, overrides, **source_attributes(loader, source, outlet, strict), **attributes)
 

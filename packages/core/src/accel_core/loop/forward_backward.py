@@ -1,10 +1,9 @@
 """A whole window of accumulation in one call: the default of the hook `forward_backward`.
 
 Every micro-batch gives a *sum* and a *weight*, and the gradient is that of (sum of sums) / (sum of
-weights) over the window and the data-parallel ranks. The total weight is known only after the last
-forward, and to hold all graphs until then would cost memory. So each backward runs at once, divided
-by a reference (the mean weight per rank of the window before), which keeps the numbers in range, and
-at the end the gradients are multiplied once by reference / total.
+weights) over the window and the data-parallel ranks. The total is known only after the last forward,
+and all graphs until then would cost memory. So each backward runs at once, divided by a reference
+(the mean weight per rank of the window before), and reference / total multiplies once at the end.
 """
 
 from __future__ import annotations
@@ -39,9 +38,8 @@ _EMPTY = "forward_backward() was given no micro-batch, and a window has at least
 class WindowLoop:
     """Forward and backward over the micro-batches of a window, one after the other.
 
-    With `together` all ranks run equally many, because their forwards communicate, so a window is
-    read before its first forward. Ranks that have fewer run their last micro-batch again, weighing
-    nothing: it draws random numbers and moves running statistics once more.
+    With `together` all ranks run equally many, as forwards communicate: ranks that have fewer run
+    their last one again, weighing nothing, which draws random numbers and moves statistics anew.
     """
 
     def __init__(self, relay: Relay, prepared: Prepared, world: World, layout: Layout, together: bool = False) -> None:
@@ -64,10 +62,8 @@ class WindowLoop:
         trained = prepared.trained()
         models = trained if any(model is each for each in trained) else [*trained, model]
         if prepared.gradients.are_elsewhere and any(map(torch.any, prepared.gradients.waiting())):
-            raise RuntimeError(
-                "forward_backward() weighs a whole window, but gradients of backwards inside no_sync() wait to travel. "
-                "Let a backward outside of it synchronise them, or drop them by optimizer.zero_grad()."
-            )
+            what = "forward_backward() weighs a whole window, but gradients of backwards inside no_sync() wait"
+            raise RuntimeError(f"{what} to travel. Synchronise them, or drop them by optimizer.zero_grad().")
         earlier = prepared.gradients.set_aside(parameters)
         try:
             parts = []

@@ -50,10 +50,8 @@ def fused_backward(
         raise RuntimeError(f"{asked} With gradient_accumulation_steps={accumulation.steps} nothing would add up.")
     for hook in ("scale_loss", "backward", "optimizer_step", "apply_step"):
         if (owner := owners[hook]) is not None:
-            raise RuntimeError(
-                f"{asked} The hook {hook!r} is taken over by {owner.describe()}, and what it does to the loss or at "
-                f"the step would be missed. Use mixed_precision='bf16' or 'no', and strategy='single'."
-            )
+            told = f"{asked} The hook {hook!r} of {owner.describe()} would be missed."
+            raise RuntimeError(f"{told} Use mixed_precision='bf16' or 'no', and strategy='single'.")
     if learning_rate is None:
         raise TypeError(f"{asked} That needs a learning rate. Pass learning_rate=, such as scheduler.get_last_lr()[0].")
     if options:

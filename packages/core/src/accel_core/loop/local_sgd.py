@@ -35,10 +35,8 @@ class LocalSGD:
         self.enabled = enabled and accelerator.num_processes > 1
         record = accelerator._prepared.find_model(model)
         if enabled and (record is None or record.evaluation or record.prepared is not model):
-            raise ValueError(
-                f"LocalSGD was given a {type(model).__name__} that this Accelerator has not prepared for training, so "
-                f"its gradients could not be kept local. Pass what accelerator.prepare(model) returned."
-            )
+            asked = f"LocalSGD was given a {type(model).__name__} that this Accelerator has not prepared for training."
+            raise ValueError(f"{asked} Pass what accelerator.prepare(model) returned.")
         strategy = accelerator._parts.strategy
         if self.enabled and not strategy.replicates_parameters:
             raise ValueError(
@@ -96,7 +94,7 @@ class LocalSGD:
         """Makes the model the same on every rank. A collective over the data-parallel ranks."""
         world, group = self._accelerator._world, self._accelerator._layout.data_group
         if self._accelerator._feed.joining:
-            raise RuntimeError("LocalSGD averages over all ranks, and in join_uneven_inputs() some may have ended.")
+            raise RuntimeError("LocalSGD averages over all ranks, and inside join_uneven_inputs() some may have ended.")
         ranks = reduce_gather.gather(torch.tensor([[self._calls, self._steps, ending]]), world, group).tolist()
         if any(rank != ranks[0] for rank in ranks):
             table = "".join(

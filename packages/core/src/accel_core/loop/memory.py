@@ -1,9 +1,8 @@
 """Memory: giving it back, and finding the largest batch size that fits.
 
-In a larger world the ranks vote on each attempt: all had room, or all try a smaller batch. They vote
-through the store, as some may wait in a collective of the attempt. A rank that runs out of memory
-alone leaves the others inside a collective that nobody can take back, so votes tell how many each
-rank has begun, and a rank without room waits for the others for its patience only.
+In a larger world the ranks vote on each attempt, through the store, as some may wait in a collective
+of it. One that nobody can take back holds the others where a rank runs out of memory alone: so votes
+tell how many each rank has begun, and a rank without room waits for its patience only.
 """
 
 from __future__ import annotations

@@ -249,10 +249,8 @@ def kind_of(obj: object) -> Kind:
         if isinstance(obj, kind):
             return name
     if hasattr(obj, "optimizer") and callable(getattr(obj, "zero_grad", None)):
-        raise TypeError(
-            f"prepare() was given a {type(obj).__name__}, which wraps an optimizer: its steps could not be held back. "
-            f"Prepare the optimizer inside it (its attribute `optimizer`), and go on using the wrapper."
-        )
+        asked = f"prepare() was given a {type(obj).__name__}, which wraps an optimizer. Prepare the optimizer"
+        raise TypeError(f"{asked} inside it (its attribute `optimizer`), and go on using the wrapper.")
     if is_scheduler(obj):
         return "scheduler"
     if is_batch_stream(obj):

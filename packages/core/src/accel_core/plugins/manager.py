@@ -145,10 +145,8 @@ def _check_mark(selected: Selected, name: str, options: Sequence[str], specs: Ma
         what = f"marks {name!r} as a hook, but there is no such hook in the installed accel-core"
         raise PluginError(f"{_upper(selected)} {what}.\n{hint}")
     if options:
-        raise PluginError(
-            f"Hook {name!r} of {selected.describe()} is marked with {'=..., '.join(options)}=..., but hooks are bound as they are, "
-            f"and the core alone decides on their order.\nWrite @accel_core.hookimpl without options."
-        )
+        asked = f"Hook {name!r} of {selected.describe()} is marked with {'=..., '.join(options)}=...,"
+        raise PluginError(f"{asked} but hooks are bound as they are.\nWrite @accel_core.hookimpl without options.")
 
 
 def _check_arguments(selected: Selected, hook: str, known: Sequence[str], method: Callable[..., Any]) -> None:

@@ -281,8 +281,7 @@ def passed(component: object, group: Group | None = None) -> Selected:
     """Takes an object (or a module with marked functions) that the user built. Raises `TypeError` for a class."""
     if isinstance(component, type):
         raise TypeError(
-            f"The class {component.__module__}.{component.__qualname__} was passed as {'plugin' if group is None else NOUNS[group]}; "
-            f"an object of it is needed.\nWrite {component.__name__}(...) with its options."
+            f"The class {component.__module__}.{component.__qualname__} was passed as {'plugin' if group is None else NOUNS[group]}.\nWrite {component.__name__}(...) with its options."
         )
     name = component.__name__ if isinstance(component, ModuleType) else type(component).__name__
     return Selected(component, name, group)

@@ -103,10 +103,8 @@ class DDP(Strategy):
     def layout(self, world: World) -> Layout:
         """Pure data parallelism. Raises `WorldError` in a world of one."""
         if world.group is None:
-            raise WorldError(
-                f"strategy 'ddp' was asked for, but this process is alone ({world.source}). Start the script with "
-                f"`torchrun --nproc-per-node 2 script.py`, or leave strategy= out (the default here is 'single')."
-            )
+            what = f"strategy 'ddp' was asked for, but this process is alone ({world.source}). Start the script"
+            raise WorldError(f"{what} with `torchrun --nproc-per-node 2 script.py`, or leave strategy= out.")
         self._world = world
         return Layout.data_parallel(world)
 

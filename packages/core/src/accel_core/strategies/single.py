@@ -29,10 +29,8 @@ class Single(Strategy):
     def layout(self, world: World) -> Layout:
         """The whole of the data. Raises `WorldError` when the launcher started more than one process."""
         if world.size > 1:
-            raise WorldError(
-                f"strategy 'single' was asked for, but the launcher ({world.source}) started {world.size} processes, "
-                f"which would train {world.size} separate models. Leave strategy= out, or start one process."
-            )
+            what = f"strategy 'single' was asked for, but the launcher ({world.source}) started {world.size} processes."
+            raise WorldError(f"{what} Leave strategy= out, or start one process.")
         return Layout.data_parallel(world)
 
     @hookimpl
