@@ -182,7 +182,8 @@ class _Asked(NamedTuple):
         given = [self.handlers[kind] for kind in kinds if kind in self.handlers]
         names = " and ".join(f"{type(handler).__name__}(...)" for handler in given)
         if len(given) > 1:
-            raise ValueError(f"kwargs_handlers has {names}, which all configure {argument}={option.value!r}. Keep one.")
+            what = f"kwargs_handlers has {names}, and each of them configures {argument}={option.value!r}."
+            raise ValueError(f"{what} Leave in one.")
         if given and not by_name:
             what = f"{argument}={type(choice).__name__}(...) and kwargs_handlers=[{names}] were both given,"
             raise ValueError(f"{what} and both configure it. An object built in code is complete: give it the options.")
@@ -253,7 +254,8 @@ class _Asked(NamedTuple):
 def _by_class(handlers: Sequence[Any]) -> dict[type[KwargsHandler], Any]:
     for handler in handlers:
         if not isinstance(handler, KwargsHandler):
-            raise TypeError(f"kwargs_handlers holds a {type(handler).__name__}, expected e.g. AutocastKwargs(...).")
+            kind = type(handler).__name__
+            raise TypeError(f"kwargs_handlers holds a {kind}, expected objects such as AutocastKwargs(...).")
         if [type(each) for each in handlers].count(type(handler)) > 1:
             raise ValueError(f"kwargs_handlers holds two {type(handler).__name__}. Put all options into one of them.")
     return {type(handler): handler for handler in handlers}

@@ -114,7 +114,8 @@ class _Alone:
 
 
 def _refuse_prepared(given: object) -> NoReturn:
-    raise ValueError(f"This {type(given).__name__} is prepared by an Accelerator. Call free_memory() of that first.")
+    kind = type(given).__name__
+    raise ValueError(f"This {kind} is prepared by an Accelerator. Call free_memory() of that one first.")
 
 
 def _refuse_subclass(cls: type, kind: type) -> None:

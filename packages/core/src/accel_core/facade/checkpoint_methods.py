@@ -81,9 +81,8 @@ class CheckpointMethods(PreparationMethods):
         Raises on every rank: `CheckpointError`, `OSError`, `ValueError` for a missing folder.
         """
         if not safe_serialization:
-            raise ValueError(
-                "save_state(safe_serialization=False): a pickled checkpoint is never loaded. Leave it out."
-            )
+            what = "save_state(safe_serialization=False) was asked for, but a pickled checkpoint is never loaded."
+            raise ValueError(f"{what} Leave it out.")
         refuse_keywords("save_state()", save_model_func_kwargs)
         saves, waits = (self._parts.activation.owners[hook] for hook in ("save_checkpoint", "wait_for_checkpoint"))
         if saves is not None:  # the neutral format says more where it arrives: how it writes

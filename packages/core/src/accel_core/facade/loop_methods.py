@@ -81,7 +81,8 @@ class LoopMethods(AcceleratorParts):
             self._prepared.check_orphans()
             check_reading(self._feed, self._layout.shard.count)
         if loss.dim() and loss.numel() != 1 and "gradient" not in kwargs:
-            raise ValueError(f"backward() got a loss of shape {tuple(loss.shape)}, expected a scalar: loss.mean().")
+            shape = tuple(loss.shape)
+            raise ValueError(f"backward() was given a loss of shape {shape}, expected a scalar, e.g. loss.mean().")
         if learning_rate is not None or self._prepared.fused:
             owners = self._parts.activation.owners
             known = (self._prepared.optimizers, self._accumulation, self._world, owners)
@@ -202,7 +203,8 @@ class LoopMethods(AcceleratorParts):
         for each in [given] if isinstance(given, Optimizer) else given:
             gate = gate_of(each)
             if gate is None:
-                raise ValueError(f"unscale_gradients() was given a {type(each).__name__} that is not prepared.")
+                kind = type(each).__name__
+                raise ValueError(f"unscale_gradients() was given a {kind} that is not prepared: use prepare().")
             if not self._accumulation.open:
                 gate.unscale(each)
 

@@ -83,7 +83,8 @@ def _configured(argument: str, name: str, given: object) -> Mapping[str, Strateg
         if not isinstance(each, Strategy):
             raise TypeError(f"{found} is a {kind.__name__}, expected a strategy object, such as DDP(bucket_cap_mb=50).")
         if name not in (names := sorted(names_of(kind))):
-            raise ValueError(f"{found} is called {', '.join(names)}: write strategy={kind.__name__}(...).")
+            what = f"{found} was given, but a {kind.__name__} goes by other names: {', '.join(names)}."
+            raise ValueError(f"{what} Write strategy={kind.__name__}(...).")
     return dict(objects)
 
 

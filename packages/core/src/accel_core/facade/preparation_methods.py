@@ -231,7 +231,8 @@ class PreparationMethods(AcceleratorParts):
         """
         record = self._prepared.find_model(model)
         if record is None:
-            raise ValueError(f"mark_forward_method() was given a {type(model).__name__} that is not prepared.")
+            kind = type(model).__name__
+            raise ValueError(f"mark_forward_method() was given a {kind} that is not prepared: use prepare().")
         from accel_core.loop.forward_methods import mark_forward_method
 
         mark_forward_method(record.prepared, record.original, name)

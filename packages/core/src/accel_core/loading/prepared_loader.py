@@ -212,7 +212,10 @@ class PreparedLoader(_Base):
 
 
 def prepare_local_loader(loader: DataLoader[Any], feed: Feed, device: torch.device | None) -> DataLoader[Any]:
-    """A copy of `loader` that puts its batches on `device` and reports them to `feed`."""
+    """A copy of `loader` that puts its batches on `device` and reports them to `feed`.
+
+    Where their number is not certain (iterable sets, own samplers), `feed.lookahead` are looked ahead.
+    """
     iterable = isinstance(loader.dataset, IterableDataset)
     source = LocalSource(index_sampler(loader), batched=loader.batch_sampler is not None, endless=iterable)
     return prepare_copy(loader, PreparedLoader, source, Outlet(feed, device))

@@ -143,5 +143,6 @@ def _checked(result: object) -> Part:
     loss, weight = result
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         found = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise ValueError(f"loss_fn(output, batch) returned a sum of {found}, expected a scalar tensor: loss.sum().")
+        what = f"loss_fn(output, batch) returned a sum of {found}, expected a scalar tensor."
+        raise ValueError(f"{what} Sum the loss: loss.sum().")
     return loss.reshape(()), weight.detach() if isinstance(weight, torch.Tensor) else float(weight)

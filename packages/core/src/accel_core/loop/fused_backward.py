@@ -45,12 +45,14 @@ def fused_backward(
     if len(optimizers) > 1:
         raise RuntimeError(f"{asked} It is one of several ({names}). Give each an Accelerator of its own.")
     if world.size > 1:
-        raise RuntimeError(f"{asked} In a world of {world.size} ranks gradients are averaged after that.")
+        when = "at the end of the backward, after the update"
+        raise RuntimeError(f"{asked} In a world of {world.size} ranks gradients are averaged {when}.")
     if accumulation.steps > 1:
-        raise RuntimeError(f"{asked} With gradient_accumulation_steps={accumulation.steps} nothing would add up.")
+        given = f"gradient_accumulation_steps={accumulation.steps}"
+        raise RuntimeError(f"{asked} With {given} nothing would be accumulated.")
     for hook in ("scale_loss", "backward", "optimizer_step", "apply_step"):
         if (owner := owners[hook]) is not None:
-            told = f"{asked} The hook {hook!r} of {owner.describe()} would be missed."
+            told = f"{asked} The hook {hook!r} is taken over by {owner.describe()}, and would be missed."
             raise RuntimeError(f"{told} Use mixed_precision='bf16' or 'no', and strategy='single'.")
     if learning_rate is None:
         raise TypeError(f"{asked} That needs a learning rate. Pass learning_rate=, such as scheduler.get_last_lr()[0].")

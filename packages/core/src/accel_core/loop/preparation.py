@@ -249,14 +249,17 @@ def kind_of(obj: object) -> Kind:
         if isinstance(obj, kind):
             return name
     if hasattr(obj, "optimizer") and callable(getattr(obj, "zero_grad", None)):
-        asked = f"prepare() was given a {type(obj).__name__}, which wraps an optimizer. Prepare the optimizer"
-        raise TypeError(f"{asked} inside it (its attribute `optimizer`), and go on using the wrapper.")
+        what = (
+            f"prepare() was given a {type(obj).__name__}, which wraps an optimizer: its steps could not be held back."
+        )
+        raise TypeError(f"{what} Prepare the optimizer inside it (its attribute `optimizer`), and keep the wrapper.")
     if is_scheduler(obj):
         return "scheduler"
     if is_batch_stream(obj):
         return "loader"
     if isinstance(obj, torch.Tensor) and obj.requires_grad:
-        raise TypeError("prepare() got a tensor that requires a gradient, which nobody averages. Make it a parameter.")
+        what = "prepare() was given a tensor that requires a gradient, which nobody averages."
+        raise TypeError(f"{what} Make it a parameter of a module.")
     members = obj.values() if isinstance(obj, dict) else obj if isinstance(obj, (list, tuple, set)) else ()
     for member in members:
         if isinstance(member, (*_KINDS, nn.Parameter)) or is_scheduler(member):
@@ -279,7 +282,8 @@ def check_device_placement(given: Sequence[bool] | None, objects: Sequence[objec
     if places_models:
         raise ValueError("prepare(): the chosen strategy places models by itself. Leave device_placement out.")
     if len(given) != len(objects):
-        raise ValueError(f"prepare() was given {len(objects)} objects and device_placement with {len(given)} entries.")
+        what = f"prepare() was given {len(objects)} objects and device_placement with {len(given)} entries."
+        raise ValueError(f"{what} Give one True or False each.")
 
 
 def check_state_kept(optimizers: Iterable[Optimizer]) -> None:

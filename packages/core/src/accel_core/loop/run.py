@@ -84,7 +84,8 @@ class Run:
             raise ValueError(f"{what} which these have not: {', '.join(bad)}. Give them these.")
         for each in objects:
             if any(each is other for other in self.registered):
-                raise ValueError(f"register_for_checkpointing(): a {type(each).__name__} is registered already.")
+                what = f"register_for_checkpointing() was given a {type(each).__name__} that is registered already"
+                raise ValueError(f"{what}, and would be saved twice.")
         self.registered.extend(objects)
 
     def on_save(self, hook: SaveHook) -> RemovableHandle:

@@ -67,7 +67,8 @@ class Sections:
         if section not in self._sources:
             return {}
         if is_taken:
-            what = f"{self._sources[section]} was given, an option of {name!r}, and two components have that name"
+            given = f"{self._sources[section]} was given, an option of {name!r}"
+            what = f"{given}, and two active components go by that name"
             raise ValueError(f"{what}. Give the options in the code, to the constructor of the one that is meant.")
         options = read_section(name, load(), elsewhere)
         self.use(name, options)

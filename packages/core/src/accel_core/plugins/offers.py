@@ -280,8 +280,8 @@ def build(
 def passed(component: object, group: Group | None = None) -> Selected:
     """Takes an object (or a module with marked functions) that the user built. Raises `TypeError` for a class."""
     if isinstance(component, type):
-        raise TypeError(
-            f"The class {component.__module__}.{component.__qualname__} was passed as {'plugin' if group is None else NOUNS[group]}.\nWrite {component.__name__}(...) with its options."
-        )
+        what = f"The class {component.__module__}.{component.__qualname__} was passed as"
+        role = "plugin" if group is None else NOUNS[group]
+        raise TypeError(f"{what} {role}; an object of it is needed.\nWrite {component.__name__}(...) with its options.")
     name = component.__name__ if isinstance(component, ModuleType) else type(component).__name__
     return Selected(component, name, group)

@@ -29,8 +29,9 @@ class Single(Strategy):
     def layout(self, world: World) -> Layout:
         """The whole of the data. Raises `WorldError` when the launcher started more than one process."""
         if world.size > 1:
-            what = f"strategy 'single' was asked for, but the launcher ({world.source}) started {world.size} processes."
-            raise WorldError(f"{what} Leave strategy= out, or start one process.")
+            what = f"strategy 'single' was asked for, but the launcher ({world.source}) started {world.size} processes,"
+            what = f"{what} which would train {world.size} separate models"
+            raise WorldError(f"{what}. Leave strategy= out, or start one process.")
         return Layout.data_parallel(world)
 
     @hookimpl

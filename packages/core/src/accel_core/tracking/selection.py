@@ -108,7 +108,8 @@ def _passed(tracker: object, offers: Sequence[Offer], sections: Sections) -> Sel
 
 def _check_kind(tracker: object, where: str) -> None:
     if not isinstance(tracker, (Tracker, GeneralTracker)):
-        raise TypeError(f"{where} gives a {type(tracker).__name__}, expected names, 'all', or Tracker objects.")
+        wanted = "trackers: names of installed ones, 'all', or accel_core.Tracker objects"
+        raise TypeError(f"{where} gives a {type(tracker).__name__}, expected {wanted}.")
     if not name_of(tracker):
         raise TypeError(f"{type(tracker).__name__} has no name. Give its class the attribute name = '...'.")
 
@@ -117,7 +118,8 @@ def _check_names(chosen: Chosen) -> None:
     twice = {name for name in chosen.names if chosen.names.count(name) > 1}
     if twice:
         kinds = [type(each.component).__name__ for each in chosen.selected if name_of(each.component) in twice]
-        raise ValueError(f"log_with has {' and '.join(kinds)}, which are both named {min(twice)!r}. Rename one.")
+        what = f"log_with has {' and '.join(kinds)}, which go by the name {min(twice)!r}."
+        raise ValueError(f"{what} Give one another name.")
 
 
 def known_names(chosen: Chosen) -> list[str]:
