@@ -174,6 +174,5 @@ class Accelerator(CheckpointMethods, RecordingMethods, LoopMethods, CollectiveMe
         return self  # a handle on running processes: a trainer's copy works with the same ones
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            "An Accelerator cannot be pickled: it is a handle on running processes. Build one in the new process."
-        )
+        what = "An Accelerator cannot be pickled: it is a handle on running processes."
+        raise TypeError(f"{what} Build one in the new process.")

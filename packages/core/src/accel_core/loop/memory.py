@@ -79,9 +79,8 @@ def find_executable_batch_size(
     if function is None:
         return lambda it: find_executable_batch_size(it, starting_batch_size, reduce_batch_size_fn, patience=patience)
     if type(starting_batch_size) is not int or starting_batch_size < 1:
-        raise ValueError(
-            f"find_executable_batch_size(starting_batch_size={starting_batch_size!r}): expected an int of at least 1."
-        )
+        asked = f"find_executable_batch_size(starting_batch_size={starting_batch_size!r})"
+        raise ValueError(f"{asked}: expected an int of at least 1.")
     name, found = getattr(function, "__name__", repr(function)), starting_batch_size
 
     @functools.wraps(function)

@@ -249,10 +249,8 @@ def kind_of(obj: object) -> Kind:
         if isinstance(obj, kind):
             return name
     if hasattr(obj, "optimizer") and callable(getattr(obj, "zero_grad", None)):
-        what = (
-            f"prepare() was given a {type(obj).__name__}, which wraps an optimizer: its steps could not be held back."
-        )
-        raise TypeError(f"{what} Prepare the optimizer inside it (its attribute `optimizer`), and keep the wrapper.")
+        what = f"prepare() was given a {type(obj).__name__}, which wraps an optimizer: its steps could not be"
+        raise TypeError(f"{what} held back. Prepare the optimizer inside it (`.optimizer`), and keep the wrapper.")
     if is_scheduler(obj):
         return "scheduler"
     if is_batch_stream(obj):

@@ -133,10 +133,8 @@ def read_section(
                 hint = _hint(meant, own, "Its options")
             raise ValueError(f"{source} was given, and {name!r} has no option {folded!r}. {hint}")
         option = f"{name}.{field.name}"
-        if field.python_only:
-            raise ValueError(
-                f"{source}: {option} is for Python only: {field.python_only}. Build the object in the code."
-            )
+        if why := field.python_only:
+            raise ValueError(f"{source}: {option} is for Python only: {why}. Build the object in the code.")
         try:
             options[field.name] = Option(from_data(field.type, value), source)
         except ValueError as error:

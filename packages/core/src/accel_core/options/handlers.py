@@ -210,7 +210,6 @@ def resolve_project(
             f"{os.fspath(project.project_dir)!r}) were both given, and a run has one folder. Leave one of them out."
         )
     if project.automatic_checkpoint_naming and project.project_dir is None:
-        raise ValueError(
-            "ProjectConfiguration(automatic_checkpoint_naming=True) was given, but no folder. Add project_dir=..."
-        )
+        what = "ProjectConfiguration(automatic_checkpoint_naming=True) was given, but no folder."
+        raise ValueError(f"{what} Add project_dir=... to it, or to Accelerator(...).")
     return project
