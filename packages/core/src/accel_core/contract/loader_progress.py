@@ -25,7 +25,7 @@ Drawn = Any
 
 
 class Rows(NamedTuple):
-    """A batch on this rank: how many rows it has (None: not countable), the first `real` real."""
+    """The rows of a batch on this rank (None if not countable), and its real ones, which are first."""
 
     rows: int | None
     real: int

@@ -93,7 +93,8 @@ class GradientAccumulationPlugin(KwargsHandler):
         if self.mean_over not in ("window", "steps"):
             raise ValueError(f"GradientAccumulationPlugin(mean_over={self.mean_over!r}): expected 'window' or 'steps'.")
         if type(self.num_steps) is not int or self.num_steps < 1:
-            raise ValueError(f"GradientAccumulationPlugin(num_steps={self.num_steps!r}): expected an int, at least 1.")
+            given = f"GradientAccumulationPlugin(num_steps={self.num_steps!r})"
+            raise ValueError(f"{given}: expected an integer of at least 1.")
 
 
 @dataclass

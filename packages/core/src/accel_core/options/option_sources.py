@@ -104,7 +104,7 @@ def given_sections() -> dict[str, dict[str, GivenOption]]:
 
 
 def inherited(environ: Mapping[str, str] = os.environ) -> dict[str, dict[str, GivenOption]]:
-    """The options given to launchers: "command line" and "file" → variable → value."""
+    """The options given to launchers, by "command line" and "file", then by variable."""
     text = environ.get(CHANNEL, "").strip()
     try:
         content = json.loads(text or "{}")
