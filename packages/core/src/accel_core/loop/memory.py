@@ -122,7 +122,7 @@ def _attempt(function: Callable[..., Any], name: str, size: int, args: Any, kwar
             with contextlib.suppress(dist.DistError):  # the error matters more than the store
                 _vote(name, size, f"raised {type(error).__name__}: {error}")
             raise
-        traceback.clear_frames(error.__traceback__)  # whose local variables keep tensors alive as long as the error
+        traceback.clear_frames(error.__traceback__)  # whose variables live as long as the error does
         return None, str(error).partition("\n")[0] or type(error).__name__
 
 

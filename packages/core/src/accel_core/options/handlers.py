@@ -18,7 +18,7 @@ Location = str | os.PathLike[str] | None
 class KwargsHandler:
     """Base of the option classes. A field that was not set is left to the receiver's own default."""
 
-    on_request: ClassVar[bool] = False  # whether options wait for a call of the user's: some receiver may come
+    on_request: ClassVar[bool] = False  # whether options wait for a call of the user's, and are never idle
 
     def to_kwargs(self) -> dict[str, Any]:
         """The options that differ from the defaults of the class."""
