@@ -120,7 +120,7 @@ class GradientSync:
 
 def behind_the_first_backward(changed: Sequence[nn.Parameter], may_repeat: bool) -> Sequence[nn.Parameter]:
     """The parameters that later backwards have changed: from the first that changes again on."""
-    # With `may_repeat` (a static graph that is recomputed) only a backward that changes all of them again is a later one.
+    # With `may_repeat` (a static graph that is recomputed) only a backward that changes all of them is a later one.
     seen: set[nn.Parameter] = set()
     for index, each in enumerate(changed):
         if each in seen:
