@@ -19,9 +19,9 @@ from accel_core.base.errors import (
 from accel_core.base.vocabulary import ELSEWHERE, DistributedType, DynamoBackend, LoggerType, PrecisionType, RNGType
 from accel_core.collectives.run_seed import set_seed
 from accel_core.contract.hook_specs import hookimpl
-from accel_core.contract.layout import Layout, Shard
 from accel_core.contract.loader_progress import Feed, Passage, Rows
 from accel_core.contract.precision_policy import Precision, PrecisionPolicy
+from accel_core.contract.strategy import Layout, Shard
 from accel_core.loop.optimizer_gate import SKIPPED
 from accel_core.loop.preparation import PrepareRequest
 from accel_core.options.handlers import (
@@ -98,10 +98,8 @@ _MODULES = {name: module for module, names in _LAZY.items() for name in names.sp
 def __getattr__(name: str) -> Any:
     if name in ELSEWHERE:
         distribution = ELSEWHERE[name]
-        raise AttributeError(
-            f"module {__name__!r} has no attribute {name!r}: it is in {distribution}. Type `pip install {distribution}`, and "
-            f"`from {distribution.replace('-', '_')} import {name}`."
-        )
+        what = f"module {__name__!r} has no attribute {name!r}: it is in {distribution}. Type `pip install"
+        raise AttributeError(f"{what} {distribution}`, and `from {distribution.replace('-', '_')} import {name}`.")
     if name in ("export_weights", "load_checkpoint_in_model"):
         return _of_checkpoints(name)
     if name not in _MODULES:

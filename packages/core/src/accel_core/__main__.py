@@ -21,9 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(error, file=sys.stderr)  # noqa: T201
             return 2
         return int(command(given[1:]))
-    parser = argparse.ArgumentParser(
-        prog="python -m accel_core", description="Looks into installations and checkpoints."
-    )
+    parser = argparse.ArgumentParser(prog="python -m accel_core", description="Looks at installations and checkpoints.")
     commands = parser.add_subparsers(dest="command", title="commands")
     commands.add_parser("plugins", help="list every installed plugin, importing each to see whether it works")
     commands.add_parser("checkpoint", help="show or verify what save_state() wrote")
@@ -31,10 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     offers = list_offers()
-    rows = [
-        (each.group, each.name, each.distribution, each.version, offer_state(each, offers, load=True))
-        for each in offers
-    ]
+    rows = [(one.group, one.name, one.distribution, one.version, offer_state(one, offers, load=True)) for one in offers]
     print(format_table(("group", "name", "distribution", "version", "state"), rows))  # noqa: T201
     return 0
 

@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from accel_core.base.vocabulary import DistributedType, OlderArguments
-    from accel_core.contract.layout import Layout
     from accel_core.contract.precision_policy import Precision
-    from accel_core.contract.strategy import Strategy
+    from accel_core.contract.strategy import Layout, Strategy
     from accel_core.options.handlers import (
         GradientAccumulationPlugin,
         KwargsHandler,
@@ -96,14 +95,10 @@ class Accelerator(CheckpointMethods, RecordingMethods, LoopMethods, CollectiveMe
         WorldError: the launcher, the devices and the options contradict each other.
     """
 
-    state: AcceleratorState = shown(
-        "_state", "The set-up as one read-only object; `state.<name>_plugin` is a strategy."
-    )
+    state: AcceleratorState = shown("_state", "The set-up, read-only; `state.<name>_plugin` is a strategy.")
     layout: Layout = shown("_layout", "The part of the data that this process reads, and the ranks that share it out.")
     distributed_type: DistributedType = shown("_state.distributed_type", "The strategy's word for how it distributes.")
-    project_configuration: ProjectConfiguration = shown(
-        "_project", "The project's folders, and how checkpoints are kept."
-    )
+    project_configuration: ProjectConfiguration = shown("_project", "The project's folders and rules for checkpoints.")
     project_dir: str | os.PathLike[str] | None = shown("_project.project_dir", "The folder of the project, if any.")
     logging_dir: str | os.PathLike[str] | None = shown("_project.logging_dir", "The folder for logs, if any.")
     mixed_precision: str = shown("_parts.mixed_precision", 'The name of the precision: "no" for full precision.')
@@ -179,6 +174,5 @@ class Accelerator(CheckpointMethods, RecordingMethods, LoopMethods, CollectiveMe
         return self  # a handle on running processes: a trainer's copy works with the same ones
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            "An Accelerator cannot be pickled: it is a handle on running processes. Build one in the new process."
-        )
+        what = "An Accelerator cannot be pickled: it is a handle on running processes."
+        raise TypeError(f"{what} Build one in the new process.")

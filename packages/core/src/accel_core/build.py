@@ -48,7 +48,7 @@ from accel_core.processes.world import World
 
 if TYPE_CHECKING:
     from accel_core.contract.default_components import DetectorFactory, Recorder
-    from accel_core.contract.layout import Layout
+    from accel_core.contract.strategy import Layout
     from accel_core.plugins.explain import Explanation
 
 Handlers = Mapping[type[KwargsHandler], Any]
@@ -96,19 +96,16 @@ class Assembly(NamedTuple):
 
 def assemble(given: Mapping[str, Any]) -> Assembly:
     """Makes every part from the constructor's arguments by name, or raises; nothing is left running but the process group."""
-    asked = _Asked(
-        given, _by_class(as_sequence("kwargs_handlers", given["kwargs_handlers"] or ())), list_offers(), Sections()
-    )
-    handlers, sections = asked.handlers, asked.sections
+    handlers, sections = _by_class(as_sequence("kwargs_handlers", given["kwargs_handlers"] or ())), Sections()
+    asked = _Asked(given, handlers, list_offers(), sections)
     project_dir = asked.option("project_dir")
     project = resolve_project(project_dir.value, given["project_config"], project_dir.source)
     accumulation, steps = asked.accumulation()
     cpu, nonfinite = asked.flag("cpu"), asked.flag("detect_nonfinite")
-    if given["dynamo_plugin"] is not None:
+    dynamo = given["dynamo_plugin"]
+    if dynamo is not None:
         sections.refuse_beside("dynamo", "dynamo_plugin")
-    backend, compile_options = resolve_compilation(
-        given["dynamo_backend"], given["dynamo_plugin"], lambda: sections.share("dynamo")
-    )
+    backend, compile_options = resolve_compilation(given["dynamo_backend"], dynamo, lambda: sections.share("dynamo"))
     detects = find_default(*DETECTOR, "detect_nonfinite=True", asked.offers).load() if nonfinite.value else None
     precision = asked.component("mixed_precision", "accel.precisions", Precision, "no")
     loader, loader_options = asked.loader()
@@ -117,9 +114,7 @@ def assemble(given: Mapping[str, Any]) -> Assembly:
     world = asked.world(cpu.value)
     strategy = asked.component("strategy", "accel.strategies", Strategy, DEFAULT_STRATEGIES[world.size == 1])
     active = f"{world.size} process(es), strategy {strategy.selected.name!r}, precision {precision.selected.name!r}"
-    _warn_of_idle(
-        handlers, strategy.selected.component, precision.selected.component, world, record is not None, active
-    )
+    _warn_of_idle(handlers, strategy.selected.component, precision.selected.component, world, bool(record), active)
     sections.finish(asked.offers, f"{active}, trackers: {', '.join(trackers) or 'none'}")
     choices = (strategy, precision, *loader, *plugins)
     defaults = CoreDefaults()
@@ -187,20 +182,15 @@ class _Asked(NamedTuple):
         given = [self.handlers[kind] for kind in kinds if kind in self.handlers]
         names = " and ".join(f"{type(handler).__name__}(...)" for handler in given)
         if len(given) > 1:
-            raise ValueError(
-                f"kwargs_handlers has {names}, and each of them configures {argument}={option.value!r}. Leave in one."
-            )
+            what = f"kwargs_handlers has {names}, and each of them configures {argument}={option.value!r}."
+            raise ValueError(f"{what} Leave in one.")
         if given and not by_name:
-            raise ValueError(
-                f"{argument}={type(choice).__name__}(...) and kwargs_handlers=[{names}] were both given, and both configure it. An "
-                f"object built in code is complete: give it the options."
-            )
+            what = f"{argument}={type(choice).__name__}(...) and kwargs_handlers=[{names}] were both given,"
+            raise ValueError(f"{what} and both configure it. An object built in code is complete: give it the options.")
         selected = build(group, choice, self._options(choice, group, given[0] if given else None), self.offers)
         if not isinstance(selected.component, base):
-            raise TypeError(
-                f"{argument}={option.value!r} ({option.source}) gives a {type(selected.component).__name__}, expected a name such as "
-                f"{default!r}, or an accel_core.{base.__name__}."
-            )
+            what = f"{argument}={option.value!r} ({option.source}) gives a {type(selected.component).__name__},"
+            raise TypeError(f"{what} expected a name such as {default!r}, or an accel_core.{base.__name__}.")
         return Choice(NOUNS[group], selected, option.source)
 
     def _options(self, choice: object, group: Group, handler: KwargsHandler | None) -> dict[str, Any]:
@@ -264,9 +254,8 @@ class _Asked(NamedTuple):
 def _by_class(handlers: Sequence[Any]) -> dict[type[KwargsHandler], Any]:
     for handler in handlers:
         if not isinstance(handler, KwargsHandler):
-            raise TypeError(
-                f"kwargs_handlers holds a {type(handler).__name__}, expected objects such as AutocastKwargs(...)."
-            )
+            kind = type(handler).__name__
+            raise TypeError(f"kwargs_handlers holds a {kind}, expected objects such as AutocastKwargs(...).")
         if [type(each) for each in handlers].count(type(handler)) > 1:
             raise ValueError(f"kwargs_handlers holds two {type(handler).__name__}. Put all options into one of them.")
     return {type(handler): handler for handler in handlers}
@@ -278,16 +267,10 @@ def _warn_of_idle(
     """Options without effect say so, once, at the line that gave them."""
     alone, full = world.group is None, precision.policy.compute is None
     idle = {InitProcessGroupKwargs: alone, AutocastKwargs: full, TrackingKwargs: not records}
-    for handler in handlers:
-        if (
-            idle.get(handler, True)
-            and handler not in (strategy.handler, *precision.handlers)
-            and not handler.on_request
-        ):
-            warnings.warn(
-                f"kwargs_handlers has a {handler.__name__}, which nothing that is active takes: {active}. It has no effect.",
-                stacklevel=level_of_the_user(),
-            )
+    for kind in handlers:
+        if idle.get(kind, True) and kind not in (strategy.handler, *precision.handlers) and not kind.on_request:
+            what = f"kwargs_handlers has a {kind.__name__}, which nothing that is active takes: {active}"
+            warnings.warn(f"{what}. It has no effect.", stacklevel=level_of_the_user())
 
 
 def _check_checkpoints(activation: Activation) -> None:
@@ -295,12 +278,8 @@ def _check_checkpoints(activation: Activation) -> None:
     owners = {hook: activation.owners[hook] for hook in CHECKPOINT_HOOKS}
     saves, loads, waits = owners.values()
     if saves is not loads or (waits is not None and waits is not saves):
-        told = ", ".join(
-            f"{hook} by {'the default' if each is None else each.describe()}" for hook, each in owners.items()
-        )
-        raise PluginError(
-            f"Checkpoints would be saved and loaded by different owners: {told}. Implement these hooks in one plugin."
-        )
+        who = ", ".join(f"{hook} by {'the default' if one is None else one.describe()}" for hook, one in owners.items())
+        raise PluginError(f"Checkpoints would be saved and loaded by different owners: {who}. Let one plugin own all.")
 
 
 def _check_layout(layout: Layout, world: World, strategy: str) -> None:

@@ -52,10 +52,7 @@ class _State(ProcessControl):
 
     @property
     def backend(self) -> str | None:
-        """The backend of `torch.distributed` for tensors on `device`, such as "gloo"; None in a world of one.
-
-        Raises `WorldError` once the process group has ended.
-        """
+        """The backend on `device`, such as "gloo"; None in a world of one; `WorldError` after its end."""
         group = self._world.group
         if group is None:
             return None
@@ -68,15 +65,10 @@ class _State(ProcessControl):
             torch.accelerator.set_device_index(self.device)
 
     def destroy_process_group(self) -> None:
-        """Ends the process group, after everything of ours that uses it has let go. A collective; twice is once.
-
-        `end_training` does this when it is the last user. Raises `WorldError` for a foreign group.
-        """
+        """Ends the process group. Collective; twice is once. Raises `WorldError` for a foreign one."""
         if self._world.source == "running group":
-            raise WorldError(
-                "destroy_process_group() was called, but the process group was not started by accel_core. Call "
-                "torch.distributed.destroy_process_group() where it was started, at the end."
-            )
+            what = "destroy_process_group() was called, but the process group was not started by accel_core."
+            raise WorldError(f"{what} Call torch.distributed.destroy_process_group() where it was started, at the end.")
         self._world.end()
 
     def __repr__(self) -> str:
@@ -191,10 +183,8 @@ class AcceleratorState(_State):
     def _get(self, call: str, named: Mapping[str, Strategy], key: str | None = None) -> Strategy:
         wanted = self._active if key is None else key
         if wanted not in named:
-            raise ValueError(
-                f"{call}({'' if key is None else repr(key)}) was asked for, but of that name there is "
-                f"{', '.join(map(repr, named)) or 'none'}, and in use is {self._active!r}."
-            )
+            what = f"{call}({'' if key is None else repr(key)}) was asked for, but of that name there is"
+            raise ValueError(f"{what} {', '.join(map(repr, named)) or 'none'}, and in use is {self._active!r}.")
         return named[wanted]
 
     def _select(self, call: str, named: Mapping[str, Strategy], key: str) -> None:

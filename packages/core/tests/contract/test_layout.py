@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from accel_core.contract.layout import Layout, Shard
+from accel_core.contract.strategy import Layout, Shard
 
 
 @pytest.mark.parametrize(("index", "count"), [(0, 1), (0, 3), (2, 3)])

@@ -576,8 +576,8 @@ def test_what_cannot_work_is_refused_on_every_rank() -> None:
 
 
 def loader_without_a_plugin() -> str:
-    from accel_core.contract.layout import Shard
     from accel_core.contract.loader_progress import Feed
+    from accel_core.contract.strategy import Shard
     from accel_core.facade.default_hooks import CoreDefaults
 
     with pytest.raises(NotInstalledError) as raised:

@@ -1,7 +1,4 @@
-"""Components that are found under default names: for checkpoints, for `detect_nonfinite=True`, and for `log_with`.
-
-The core asks for each when it is first needed, and imports nothing before that.
-"""
+"""Components under default names: for checkpoints, `detect_nonfinite=True` and `log_with`."""
 # ruff: noqa: D102  (the docstrings of the classes describe their methods)
 
 from __future__ import annotations
@@ -27,6 +24,10 @@ RECORDER: Final = ("accel.recorders", "background")
 
 _Path = str | os.PathLike[str]
 _Kwargs = Mapping[str, Any] | None
+_Names = Mapping[int, str]
+_Step = int | None
+_Text = str | None
+_Values = Mapping[str, Any]
 _Table = tuple[Sequence[str] | None, Sequence[Sequence[Any]] | None, Any]
 
 
@@ -47,11 +48,9 @@ class CheckpointComponent(Protocol):
     def wait_for_checkpoint(self, run: Run) -> None: ...
 
     def capture_model(self, model: nn.Module) -> State: ...
-    def capture_optimizer(self, optimizer: Optimizer, names: Mapping[int, str]) -> OptimizerState: ...
-    def optimizer_problems(
-        self, optimizer: Optimizer, names: Mapping[int, str], saved: SavedOptimizer
-    ) -> list[str]: ...
-    def restore_optimizer(self, optimizer: Optimizer, names: Mapping[int, str], saved: SavedOptimizer) -> None: ...
+    def capture_optimizer(self, optimizer: Optimizer, names: _Names) -> OptimizerState: ...
+    def optimizer_problems(self, optimizer: Optimizer, names: _Names, saved: SavedOptimizer) -> list[str]: ...
+    def restore_optimizer(self, optimizer: Optimizer, names: _Names, saved: SavedOptimizer) -> None: ...
 
     def gather_state_dict(self, present: Callable[[], State], world: World, prefix: str) -> dict[str, Any]: ...
     def save_weights(
@@ -99,20 +98,12 @@ class Recorder(Protocol):
     @property
     def in_hand(self) -> list[Any]: ...
     def init(self, project_name: object, config: object, init_kwargs: _Kwargs, *, resume: bool) -> None: ...
-    def log(
-        self, values: Mapping[str, Any], step: int | None, log_kwargs: _Kwargs, *, only: str | None = None
-    ) -> None: ...
+    def log(self, values: _Values, step: _Step, log_kwargs: _Kwargs, *, only: _Text = None) -> None: ...
     def log_images(
-        self,
-        values: Mapping[str, Any],
-        step: int | None,
-        log_kwargs: _Kwargs,
-        dataformats: str | None,
-        *,
-        only: str | None = None,
+        self, values: _Values, step: _Step, log_kwargs: _Kwargs, dataformats: _Text, *, only: _Text = None
     ) -> None: ...
     def log_table(
-        self, name: str, content: _Table, step: int | None, log_kwargs: _Kwargs, *, only: str | None = None
+        self, name: str, content: _Table, step: _Step, log_kwargs: _Kwargs, *, only: _Text = None
     ) -> None: ...
     def get(self, name: str, unwrap: bool = False) -> Any: ...
     def caught_up(self, name: str) -> Any: ...

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader
 
-    from accel_core.contract.layout import Layout, Shard
     from accel_core.contract.loader_progress import Feed
+    from accel_core.contract.strategy import Layout, Shard
     from accel_core.contract.tensor_layouts import GradientState, OptimizerState, SavedOptimizer, State
     from accel_core.loop.preparation import PrepareRequest
     from accel_core.loop.run import Asynchronous, Run

@@ -1,19 +1,10 @@
 """Progress of the loaders, for gradient accumulation and exact metrics, without globals.
 
-An iterator of a prepared loader *enters* the `Feed` of its Accelerator at its first `next` and
-receives a `Passage`, *advances* it with every batch, and *leaves* at its end or death:
-
-    passage = feed.enter()
-    try:
-        for remaining, rows, drawn, batch in …:
-            passage.advance(remaining, rows, drawn)
-            yield batch
-    finally:
-        passage.leave()
-
-- Advancing a passage forgets those entered after it, such as an evaluation that was broken out of.
-- A window closes when an iterator that has advanced since the last `accumulate` is at its end.
-- Metrics refer to the innermost live passage, else to the batch yielded last.
+An iterator of a prepared loader enters the `Feed` of its Accelerator at its first `next`, advances
+the `Passage` that it gets with every batch, and leaves at its end or death. Advancing one forgets
+those entered after it, such as an evaluation that was broken out of. A window closes when an
+iterator that has advanced since the last `accumulate` is at its end; metrics refer to the innermost
+live passage, else to the batch yielded last.
 """
 
 from __future__ import annotations
@@ -34,7 +25,7 @@ Drawn = Any
 
 
 class Rows(NamedTuple):
-    """The number of rows of a batch on this rank (None: not countable, of one that fills up), and of real ones, which are first."""
+    """The rows of a batch on this rank (None if not countable), and its real ones, which are first."""
 
     rows: int | None
     real: int
@@ -90,25 +81,16 @@ class Passage:
 
 
 class Feed:
-    """The live passages of one Accelerator's loaders, outermost first.
-
-    Attributes:
-        lookahead: how many batches a loader without a length looks ahead (the accumulation steps).
-        even_batches: whether ranks are to get equally many batches; None: as the loader was told.
-            Loaders read it, and `joining`, when an iteration begins.
-        joining: whether ranks may end at different batches: the strategy stands in for the ended.
-        latest, latest_drawn: rows of the batch that was yielded last, and which samples they are.
-        newest: what refers to the innermost passage.
-    """
+    """The live passages of an Accelerator's loaders, outermost first. Iterations begin by its flags."""
 
     def __init__(self, lookahead: int = 1) -> None:
-        self.lookahead = lookahead
-        self.even_batches: bool | None = None
-        self.joining = False
-        self.latest: Rows | None = None
-        self.latest_drawn: Drawn = None
+        self.lookahead = lookahead  # how many batches a loader without a length looks ahead: the accumulation steps
+        self.even_batches: bool | None = None  # whether ranks get equally many batches; None: as the loader was told
+        self.joining = False  # whether ranks may end at different batches: the strategy stands in for the ended
+        self.latest: Rows | None = None  # of the batch that was yielded last
+        self.latest_drawn: Drawn = None  # which samples those are
         self._live: list[weakref.ref[Passage]] = []
-        self.newest: weakref.ref[Passage] | Callable[[], None] = _nobody
+        self.newest: weakref.ref[Passage] | Callable[[], None] = _nobody  # what refers to the innermost passage
 
     def enter(self, by: object = None) -> Passage:
         """A new innermost passage, which the iterator keeps and the feed refers to weakly; `by` is the loader's `_accel_outlet`."""

@@ -1,8 +1,7 @@
 """Layouts of saved state on the ranks: declared by the code that made them, not guessed from a shape.
 
-A *state* is a mapping from names to entries, presented by every rank for what it has. Entries are
-live: `data` is the memory that training uses, or a view of it. A checkpoint is written from it, and
-read back into it.
+A *state* maps names to entries, presented by every rank for what it has. Entries are live: `data` is
+the memory that training uses, or a view of it; checkpoints are written from it, and read into it.
 """
 
 from __future__ import annotations

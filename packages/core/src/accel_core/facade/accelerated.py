@@ -98,10 +98,8 @@ class _Alone:
         if scaler is None:
             return step()
         if isinstance(step, partial):
-            raise RuntimeError(
-                f"step() of a {type(optimizer).__name__} with a loss scaler was given arguments, such as a closure, which the scaler "
-                f"would drop. Call step() without arguments."
-            )
+            what = f"step() of a {type(optimizer).__name__} with a loss scaler was given arguments, such as a closure,"
+            raise RuntimeError(f"{what} which the scaler would drop. Call step() without arguments.")
         before = scaler.get_scale()
         result = scaler.step(optimizer)
         scaler.update()
@@ -116,9 +114,8 @@ class _Alone:
 
 
 def _refuse_prepared(given: object) -> NoReturn:
-    raise ValueError(
-        f"This {type(given).__name__} is prepared by an Accelerator. Call free_memory() of that one first."
-    )
+    kind = type(given).__name__
+    raise ValueError(f"This {kind} is prepared by an Accelerator. Call free_memory() of that one first.")
 
 
 def _refuse_subclass(cls: type, kind: type) -> None:

@@ -34,11 +34,8 @@ class AcceleratorParts(ProcessControl):
         self._needs_backward = any(owners[hook] for hook in ("backward", "scale_loss", "optimizer_step", "apply_step"))
         self._engine = relay.apply_step if owners["apply_step"] else None
         self._feed = Feed(rules.num_steps)
-        self._prepared = Prepared(
-            world,
-            relay.gradient_state if owners["gradient_state"] else None,
-            relay.check_gradients if owners["check_gradients"] else None,
-        )
+        hooks = (getattr(relay, name) if owners[name] else None for name in ("gradient_state", "check_gradients"))
+        self._prepared = Prepared(world, *hooks)
         # Whether torch's own clipping has to be shown what a strategy keeps outside of `.grad`.
         self._clips_kept = owners["clip_gradients"] is None and self._prepared.gradients.are_elsewhere
         self._accumulation = Accumulation(
@@ -57,8 +54,7 @@ class AcceleratorParts(ProcessControl):
         self._run_made: Run | None = None
         self._detector: Detector | None = None
         if parts.detector is not None:
-            self._detector = parts.detector(
-                world, self._feed, self._prepared, strategy=parts.strategy, relay=relay, owners=owners
-            )
+            known = {"strategy": parts.strategy, "relay": relay, "owners": owners}
+            self._detector = parts.detector(world, self._feed, self._prepared, **known)
         self._ended = False
         world.enter(self)

@@ -81,17 +81,14 @@ class CheckpointMethods(PreparationMethods):
         Raises on every rank: `CheckpointError`, `OSError`, `ValueError` for a missing folder.
         """
         if not safe_serialization:
-            raise ValueError(
-                "save_state(safe_serialization=False) was asked for, but a pickled checkpoint is never loaded. Leave it out."
-            )
+            what = "save_state(safe_serialization=False) was asked for, but a pickled checkpoint is never loaded."
+            raise ValueError(f"{what} Leave it out.")
         refuse_keywords("save_state()", save_model_func_kwargs)
         saves, waits = (self._parts.activation.owners[hook] for hook in ("save_checkpoint", "wait_for_checkpoint"))
         if saves is not None:  # the neutral format says more where it arrives: how it writes
             if asynchronous and waits is None:
-                raise ValueError(
-                    f"save_state(asynchronous={asynchronous!r}) was asked for, and {saves.describe()} has no wait_for_checkpoint(), so "
-                    f"nobody could hear of a failure. Leave asynchronous out."
-                )
+                what = f"save_state(asynchronous={asynchronous!r}) was asked for,"
+                raise ValueError(f"{what} and {saves.describe()} has no wait_for_checkpoint(). Leave asynchronous out.")
             self._world.arrive("save_state()")
         folder = self._relay.save_checkpoint(self._run, output_dir, asynchronous)
         if not isinstance(folder, str):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,20 +11,13 @@ import torch
 from accel_core.base.errors import NotInstalledError
 from accel_core.contract.default_components import CHECKPOINTS
 from accel_core.contract.hook_specs import hookimpl
-from accel_core.contract.layout import Layout
+from accel_core.contract.strategy import Layout
 from accel_core.plugins.offers import find_default
 
-if TYPE_CHECKING:
-    from torch import nn
-    from torch.optim import Optimizer
-    from torch.utils.data import DataLoader
-
+if TYPE_CHECKING:  # the hook specs have the types of the other arguments
     from accel_core.contract.default_components import CheckpointComponent
-    from accel_core.contract.layout import Shard
-    from accel_core.contract.loader_progress import Feed
-    from accel_core.contract.tensor_layouts import GradientState, OptimizerState, SavedOptimizer, State
-    from accel_core.loop.forward_backward import Inputs, LossFn, WindowLoop
-    from accel_core.loop.run import Asynchronous, Run
+    from accel_core.contract.tensor_layouts import GradientState
+    from accel_core.loop.forward_backward import WindowLoop
     from accel_core.processes.world import World
 
 _NOTHING = nullcontext()
@@ -45,7 +37,7 @@ class CoreDefaults:
         return Layout.data_parallel(world)
 
     @hookimpl
-    def prepare_loader(self, loader: DataLoader[Any], shard: Shard, feed: Feed, device: Any) -> DataLoader[Any]:
+    def prepare_loader(self, loader: Any, shard: Any, feed: Any, device: Any) -> Any:
         from accel_core.loading.prepared_loader import prepare_local_loader
 
         if shard.count > 1:
@@ -56,14 +48,14 @@ class CoreDefaults:
         return prepare_local_loader(loader, feed, device)
 
     @hookimpl
-    def build_model(self, factory: Callable[[], nn.Module], checkpoint: Path | None) -> nn.Module:
+    def build_model(self, factory: Callable[[], Any], checkpoint: Any) -> Any:
         model = factory()
         if checkpoint is not None:
             self.checkpoints("build_model(checkpoint=...)").load_checkpoint_in_model(model, checkpoint)
         return model
 
     @hookimpl
-    def gradient_state(self, model: nn.Module) -> GradientState:
+    def gradient_state(self, model: Any) -> GradientState:
         """`.grad`: the mean itself, or a term of it."""
         from accel_core.contract.tensor_layouts import Partial
 
@@ -85,7 +77,7 @@ class CoreDefaults:
             loss.backward(self._seed(loss, weight), **options)
 
     @hookimpl
-    def clip_gradients(self, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:
+    def clip_gradients(self, parameters: Any, max_norm: float, norm_type: float) -> torch.Tensor:
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
     @hookimpl
@@ -108,36 +100,36 @@ class CoreDefaults:
     trigger_sync_in_backward = context_parallel = no_sync
 
     @hookimpl
-    def forward_backward(self, model: nn.Module, micro_batches: Any, loss_fn: LossFn, inputs: Inputs) -> torch.Tensor:
+    def forward_backward(self, model: Any, micro_batches: Any, loss_fn: Any, inputs: Any) -> torch.Tensor:
         return self.window_loop.run(model, micro_batches, loss_fn, inputs)
 
     @hookimpl
-    def save_checkpoint(self, run: Run, folder: Any, asynchronous: Asynchronous) -> str:
+    def save_checkpoint(self, run: Any, folder: Any, asynchronous: Any) -> Any:
         return self.checkpoints("save_state()").save_checkpoint(run, folder, asynchronous)
 
     @hookimpl
-    def load_checkpoint(self, run: Run, folder: Any) -> None:
+    def load_checkpoint(self, run: Any, folder: Any) -> None:
         self.checkpoints("load_state()").load_checkpoint(run, folder)
 
     @hookimpl
-    def wait_for_checkpoint(self, run: Run) -> None:
+    def wait_for_checkpoint(self, run: Any) -> None:
         if self._checkpoints is not None:
             self._checkpoints.wait_for_checkpoint(run)
 
     @hookimpl
-    def model_state(self, model: nn.Module) -> State:
+    def model_state(self, model: Any) -> Any:
         return self.checkpoints("The state of a model").capture_model(model)
 
     @hookimpl
-    def optimizer_state(self, optimizer: Optimizer, names: Mapping[int, str]) -> OptimizerState:
+    def optimizer_state(self, optimizer: Any, names: Any) -> Any:
         return self.checkpoints("The state of an optimizer").capture_optimizer(optimizer, names)
 
     @hookimpl
-    def optimizer_misfits(self, optimizer: Optimizer, names: Mapping[int, str], saved: SavedOptimizer) -> list[str]:
+    def optimizer_misfits(self, optimizer: Any, names: Any, saved: Any) -> list[str]:
         return self.checkpoints("The state of an optimizer").optimizer_problems(optimizer, names, saved)
 
     @hookimpl
-    def load_optimizer_state(self, optimizer: Optimizer, names: Mapping[int, str], saved: SavedOptimizer) -> None:
+    def load_optimizer_state(self, optimizer: Any, names: Any, saved: Any) -> None:
         self.checkpoints("The state of an optimizer").restore_optimizer(optimizer, names, saved)
 
     def checkpoints(self, call: str) -> CheckpointComponent:

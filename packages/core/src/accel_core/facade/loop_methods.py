@@ -81,14 +81,12 @@ class LoopMethods(AcceleratorParts):
             self._prepared.check_orphans()
             check_reading(self._feed, self._layout.shard.count)
         if loss.dim() and loss.numel() != 1 and "gradient" not in kwargs:
-            raise ValueError(
-                f"backward() was given a loss of shape {tuple(loss.shape)}, expected a scalar, e.g. loss.mean()."
-            )
+            shape = tuple(loss.shape)
+            raise ValueError(f"backward() was given a loss of shape {shape}, expected a scalar, e.g. loss.mean().")
         if learning_rate is not None or self._prepared.fused:
             owners = self._parts.activation.owners
-            fused_backward.fused_backward(
-                loss, learning_rate, self._prepared.optimizers, self._accumulation, self._world, owners, kwargs
-            )
+            known = (self._prepared.optimizers, self._accumulation, self._world, owners)
+            fused_backward.fused_backward(loss, learning_rate, *known, kwargs)
             return
         accumulation = self._accumulation
         accumulation.count_backward()
@@ -121,22 +119,18 @@ class LoopMethods(AcceleratorParts):
         if self._prepared.fused:
             fused_backward.refuse("forward_backward()", self._prepared.optimizers)
         if self._feed.joining:
-            raise RuntimeError(
-                "forward_backward() counts its window over all ranks, and inside join_uneven_inputs() some may have ended. Take the block "
-                "away: numbers of micro-batches may differ."
-            )
+            what = "forward_backward() counts its window over all ranks, and inside join_uneven_inputs() some may"
+            raise RuntimeError(f"{what} have ended. Take the block away: numbers of micro-batches may differ.")
         if self._accumulation.inside or self._accumulation.open:
-            raise RuntimeError(
-                "forward_backward() runs a window of its own, but a window of accumulate() is open. Take the call out of accumulate()."
-            )
+            asked = "forward_backward() runs a window of its own, but a window of accumulate() is open."
+            raise RuntimeError(f"{asked} Take the call out of accumulate().")
         if self._prepared.unchecked:
             self._prepared.check_orphans()
             check_reading(self._feed, self._layout.shard.count)
         self._accumulation.whole_window()
         with self._world.collective("forward_backward()"):
-            mean = self._relay.forward_backward(
-                model, micro_batches, loss_fn, inputs or default_inputs, self._relay.scale_loss
-            )
+            relay, inputs = self._relay, inputs or default_inputs
+            mean = relay.forward_backward(model, micro_batches, loss_fn, inputs, relay.scale_loss)
         self._accumulation.count_backward()
         return mean
 
@@ -209,9 +203,8 @@ class LoopMethods(AcceleratorParts):
         for each in [given] if isinstance(given, Optimizer) else given:
             gate = gate_of(each)
             if gate is None:
-                raise ValueError(
-                    f"unscale_gradients() was given a {type(each).__name__} that is not prepared: use prepare()."
-                )
+                kind = type(each).__name__
+                raise ValueError(f"unscale_gradients() was given a {kind} that is not prepared: use prepare().")
             if not self._accumulation.open:
                 gate.unscale(each)
 

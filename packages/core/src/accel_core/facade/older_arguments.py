@@ -47,17 +47,15 @@ def chosen_strategy(strategy: object, older: dict[str, object]) -> ChosenStrateg
     Raises `TypeError` if an object is none, `ValueError` for two strategies and for other names.
     """
     chosen, by = ChosenStrategy(strategy), f"strategy={strategy!r}"
-    for argument in [name for name in older if name.endswith(("_plugin", "_plugins"))]:
-        given = older.pop(argument)
+    for old in [name for name in older if name.endswith(("_plugin", "_plugins"))]:
+        given = older.pop(old)
         if given is None:
             continue
         if chosen.active is not None:
-            raise ValueError(
-                f"{argument}={given!r} and {by} were both given, and one run has one strategy. Leave one out."
-            )
-        name = argument.removesuffix("s").removesuffix("_plugin")
-        configured = _configured(argument, name, given)
-        chosen, by = ChosenStrategy(next(iter(configured.values())), name, configured), f"{argument}={given!r}"
+            raise ValueError(f"{old}={given!r} and {by} were both given, and one run has one strategy. Leave one out.")
+        name = old.removesuffix("s").removesuffix("_plugin")
+        configured = _configured(old, name, given)
+        chosen, by = ChosenStrategy(next(iter(configured.values())), name, configured), f"{old}={given!r}"
     return chosen
 
 
@@ -85,17 +83,13 @@ def _configured(argument: str, name: str, given: object) -> Mapping[str, Strateg
         if not isinstance(each, Strategy):
             raise TypeError(f"{found} is a {kind.__name__}, expected a strategy object, such as DDP(bucket_cap_mb=50).")
         if name not in (names := sorted(names_of(kind))):
-            raise ValueError(
-                f"{found} was given, but a {kind.__name__} goes by other names: {', '.join(names)}. Write strategy={kind.__name__}(...)."
-            )
+            what = f"{found} was given, but a {kind.__name__} goes by other names: {', '.join(names)}."
+            raise ValueError(f"{what} Write strategy={kind.__name__}(...).")
     return dict(objects)
 
 
 def warn_of_unread(environ: Mapping[str, str] = os.environ) -> None:
-    """Warns of variables that nothing reads, and whose names are those of options but for a letter or two.
-
-    Others belong to launchers, this one's or somebody else's.
-    """
+    """Warns of variables that nothing reads, named as an option is but for a letter or two."""
     known = {variable_of(option).removeprefix(PREFIX) for option in (*OPTIONS, *LOADER_OPTIONS, "debug", "log_level")}
     for name in sorted(environ):
         own = name.removeprefix(PREFIX)
@@ -103,10 +97,8 @@ def warn_of_unread(environ: Mapping[str, str] = os.environ) -> None:
             continue
         # The cutoff is one letter of a short name: USE_XPU, which is another's, is no misspelt USE_CPU.
         if close := difflib.get_close_matches(own.upper(), known, n=1, cutoff=0.86):
-            warnings.warn(
-                f"{name} is set, and nothing reads it. Type {PREFIX}{close[0]} if that was meant.",
-                stacklevel=level_of_the_user(),
-            )
+            what = f"{name} is set, and nothing reads it. Type {PREFIX}{close[0]} if that was meant."
+            warnings.warn(what, stacklevel=level_of_the_user())
 
 
 def refuse_unknown(constructor: type, older: Mapping[str, object]) -> None:
@@ -120,6 +112,4 @@ def refuse_unknown(constructor: type, older: Mapping[str, object]) -> None:
 def refuse_keywords(call: str, given: Mapping[str, object]) -> None:
     """Raises `TypeError` for keyword arguments that a call does not have."""
     if given:
-        raise TypeError(
-            f"{call} got {', '.join(sorted(given))}, and has no such options. Leave them out: a plugin takes its own in its constructor."
-        )
+        raise TypeError(f"{call} got {', '.join(sorted(given))}, and has no such options: a plugin has its own.")

@@ -55,9 +55,7 @@ def _of_loader(name: str, text: str) -> Any:
 class PreparationMethods(AcceleratorParts):
     """The methods by which objects of the user's are prepared, and given back; and the settings of the loader component."""
 
-    dataloader_config: KwargsHandler | None = shown(
-        "_dataloader_config", "The loader options that were given as an object."
-    )
+    dataloader_config: KwargsHandler | None = shown("_dataloader_config", "The loader options given as an object.")
     split_batches: bool | None = _of_loader(
         "split_batches", "Whether a loader's batch size is that of the whole world; None: the component does not say."
     )
@@ -174,9 +172,7 @@ class PreparationMethods(AcceleratorParts):
         """
         behind = getattr(dataloader, "behind", None)
         if not callable(behind):
-            raise TypeError(
-                f"skip_first_batches() was given a {type(dataloader).__name__} that cannot leave out batches. Pass what prepare() returned."
-            )
+            raise TypeError(f"skip_first_batches() was given a {type(dataloader).__name__} that is not prepared.")
         skipped: DataLoader[Any] = behind(num_batches)
         return skipped
 
@@ -203,9 +199,7 @@ class PreparationMethods(AcceleratorParts):
     def prepare_scheduler(self, scheduler: T) -> T:
         """Prepares one LR scheduler, in place: one `step()` is one step per real step of its optimizer."""
         if not is_scheduler(scheduler):
-            raise TypeError(
-                f"prepare_scheduler() was given a {type(scheduler).__name__}, expected an LR scheduler, with its optimizer as `optimizer`."
-            )
+            raise TypeError(f"prepare_scheduler() was given a {type(scheduler).__name__}, expected an LR scheduler.")
         gate_scheduler(scheduler, self._parts.scheduler_rule)
         if not any(scheduler is known for known in self._prepared.schedulers):
             self._prepared.schedulers.append(scheduler)
@@ -237,9 +231,8 @@ class PreparationMethods(AcceleratorParts):
         """
         record = self._prepared.find_model(model)
         if record is None:
-            raise ValueError(
-                f"mark_forward_method() was given a {type(model).__name__} that is not prepared: use prepare()."
-            )
+            kind = type(model).__name__
+            raise ValueError(f"mark_forward_method() was given a {kind} that is not prepared: use prepare().")
         from accel_core.loop.forward_methods import mark_forward_method
 
         mark_forward_method(record.prepared, record.original, name)
@@ -303,10 +296,8 @@ class PreparationMethods(AcceleratorParts):
         known = self._prepared.find_model(model)
         if known is not None:
             if known.evaluation and not evaluation:
-                raise ValueError(
-                    f"{type(model).__name__} was prepared with evaluation_mode=True, so its gradients would not be synchronised. Prepare it "
-                    f"for training first."
-                )
+                what = f"{type(model).__name__} was prepared with evaluation_mode=True,"
+                raise ValueError(f"{what} so its gradients would not be synchronised. Prepare it for training first.")
             return known.prepared
         preparing.check_device_map(model, self._world, self._parts.precision.policy.param)
         request = PrepareRequest(
@@ -341,8 +332,7 @@ class PreparationMethods(AcceleratorParts):
         if gate is None or gate.owner() is self._prepared:
             return gate is not None
         if gate.owner() is not None:
-            raise ValueError(
-                f"This {type(optimizer).__name__} is prepared by another Accelerator. Use that one, or call its free_memory() first."
-            )
+            what = f"This {type(optimizer).__name__} is prepared by another Accelerator."
+            raise ValueError(f"{what} Use that one, or call its free_memory() first.")
         gate.remove(optimizer)
         return False

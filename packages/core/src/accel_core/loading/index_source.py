@@ -95,9 +95,7 @@ class LocalSource:
 def source_after(source: T, batches: int) -> T:
     """A copy of a source of which every iteration leaves out so many more batches."""
     if type(batches) is not int or batches < 0:
-        raise ValueError(
-            f"skip_first_batches(num_batches={batches!r}): expected how many batches are left out, from 0 on."
-        )
+        raise ValueError(f"skip_first_batches(num_batches={batches!r}): expected how many batches are left out, >= 0.")
     twin: Any = copy.copy(source)
     twin.skipped += batches
     return cast("T", twin)
@@ -156,9 +154,8 @@ class BatchStream(IterableDataset[Any]):
 
 def is_batch_stream(obj: object) -> bool:
     """Whether `obj` is an iterable that keeps its own position."""
-    return hasattr(type(obj), "__iter__") and all(
-        callable(getattr(obj, name, None)) for name in ("state_dict", "load_state_dict")
-    )
+    methods = (getattr(obj, name, None) for name in ("state_dict", "load_state_dict"))
+    return hasattr(type(obj), "__iter__") and all(map(callable, methods))
 
 
 def as_data_loader(loader: Any) -> DataLoader[Any]:

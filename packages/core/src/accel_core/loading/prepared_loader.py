@@ -212,10 +212,9 @@ class PreparedLoader(_Base):
 
 
 def prepare_local_loader(loader: DataLoader[Any], feed: Feed, device: torch.device | None) -> DataLoader[Any]:
-    """A copy of `loader` that puts its batches on `device` and reports them to `feed`: all that a world of one needs.
+    """A copy of `loader` that puts its batches on `device` and reports them to `feed`.
 
-    Where the number of batches is not certain (iterable sets, samplers of the user's own, subclasses
-    that iterate in their own way), `feed.lookahead` batches are looked ahead.
+    Where their number is not certain (iterable sets, own samplers), `feed.lookahead` are looked ahead.
     """
     iterable = isinstance(loader.dataset, IterableDataset)
     source = LocalSource(index_sampler(loader), batched=loader.batch_sampler is not None, endless=iterable)
@@ -232,8 +231,7 @@ def prepare_copy(
 ) -> DataLoader[Any]:
     """A copy of `loader` that reads index batches from `source`: an `overridden_copy` with these `attributes` too.
 
-    With `strict` batches may be padded, so a loader class with an `__iter__` of its own has to
-    yield one batch for each that it takes from `super().__iter__()`.
+    With `strict` (batches may be padded) an `__iter__` of the loader's own yields one for each it takes.
     """
     return overridden_copy(loader, overrides, **source_attributes(loader, source, outlet, strict), **attributes)
 
@@ -250,10 +248,8 @@ def source_attributes(
 def overridden_copy(loader: DataLoader[Any], overrides: type[PreparedLoader], **attributes: Any) -> DataLoader[Any]:
     """A copy of `loader`, of a subclass of `overrides` and the loader's own class, with these attributes."""
     if isinstance(loader, PreparedLoader):
-        raise ValueError(
-            f"This {type(loader).__name__} has been prepared already; prepared again, it would be sharded twice. Pass "
-            f"the loader that you built, or go on with the one that prepare() returned."
-        )
+        what = f"This {type(loader).__name__} has been prepared already; prepared again, it would be sharded twice."
+        raise ValueError(f"{what} Pass the loader that you built, or go on with the one that prepare() returned.")
     twin = cast("DataLoader[Any]", _blank(overrides, type(loader)))
     # Not through setattr: torch forbids to set its attributes after the construction.
     twin.__dict__.update(copy.copy(loader).__dict__)

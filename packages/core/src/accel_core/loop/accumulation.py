@@ -156,10 +156,8 @@ class Accumulation:
     def refuse_in_window(self, option: str, value: object) -> None:
         """Raises `RuntimeError` for what may be assigned between two windows only, if one is open."""
         if self.open or self.inside:
-            raise RuntimeError(
-                f"accelerator.{option} = {value!r} was asked for while a window of accumulation is open. Assign it "
-                f"before the first accumulate() of a window, when accelerator.sync_gradients is True."
-            )
+            what = f"accelerator.{option} = {value!r} was asked for while a window of accumulation is open."
+            raise RuntimeError(f"{what} Assign it before the first accumulate() of a window.")
 
     def resize(self, steps: int) -> None:
         """Windows have so many micro-batches from now on. Between two windows only."""
@@ -211,10 +209,8 @@ class Accumulate:
 
     def __enter__(self) -> None:
         if self.accumulation.inside:
-            raise RuntimeError(
-                "accumulate() was entered inside another accumulate() of the same Accelerator, so one micro-batch "
-                "would be counted twice. Name all models in one call: accumulate(generator, discriminator)."
-            )
+            what = "accumulate() was entered inside another accumulate() of the same Accelerator."
+            raise RuntimeError(f"{what} Name all models in one call: accumulate(generator, discriminator).")
         if self.accumulation.enter(self.closes) or self.accumulation.sync_each_batch:
             return
         self.contexts = [self.no_sync(model) for model in self.models]

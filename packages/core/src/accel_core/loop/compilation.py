@@ -22,10 +22,7 @@ _BEFORE = "_accel_before"  # on a compiled call of ours: what stood in its place
 def resolve_compilation(
     backend: object, plugin: object, outside: Callable[[], Mapping[str, Any]] = dict
 ) -> tuple[Option[Any], Mapping[str, Any] | None]:
-    """The chosen backend with its source, and the options for `compile_calls`: None to compile nothing.
-
-    `outside` gives what was said outside of the code for the plugin's other fields.
-    """
+    """The backend, and options for `compile_calls` (None: none); `outside` gives further fields."""
     if plugin is None:
         option: Option[Any] = resolve(backend, VARIABLE, as_text, OPTIONS["dynamo_backend"])
         chosen = _known_backend(option.value, f"dynamo_backend={option.value!r} ({option.source})")
@@ -52,11 +49,8 @@ def compile_calls(model: nn.Module, options: Mapping[str, Any]) -> None:
     regional = given.pop(REGIONAL, False)
     regions = list(dict.fromkeys(_repeated(model))) if regional else []
     if regional and not regions:
-        warnings.warn(
-            f"{REGIONAL}=True was asked for, but {type(model).__name__} has no nn.ModuleList or nn.Sequential with "
-            f"members of one class and equal parameters. It is compiled as a whole.",
-            stacklevel=2,
-        )
+        what = f"{REGIONAL}=True was asked for, but {type(model).__name__} has no nn.ModuleList or nn.Sequential with"
+        warnings.warn(f"{what} members of one class and equal parameters. It is compiled as a whole.", stacklevel=2)
     codes: dict[Hashable, CodeType] = {}
     for region in regions or [model]:
         kind = _kind(region)

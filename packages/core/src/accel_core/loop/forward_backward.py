@@ -1,10 +1,9 @@
 """A whole window of accumulation in one call: the default of the hook `forward_backward`.
 
 Every micro-batch gives a *sum* and a *weight*, and the gradient is that of (sum of sums) / (sum of
-weights) over the window and the data-parallel ranks. The total weight is known only after the last
-forward, and to hold all graphs until then would cost memory. So each backward runs at once, divided
-by a reference (the mean weight per rank of the window before), which keeps the numbers in range, and
-at the end the gradients are multiplied once by reference / total.
+weights) over the window and the data-parallel ranks. The total is known only after the last forward,
+and all graphs until then would cost memory. So each backward runs at once, divided by a reference
+(the mean weight per rank of the window before), and reference / total multiplies once at the end.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from accel_core.loading.index_source import looked_ahead
 if TYPE_CHECKING:
     from torch import nn
 
-    from accel_core.contract.layout import Layout
+    from accel_core.contract.strategy import Layout
     from accel_core.loop.preparation import Prepared
     from accel_core.plugins import Relay
     from accel_core.processes.world import World
@@ -39,9 +38,8 @@ _EMPTY = "forward_backward() was given no micro-batch, and a window has at least
 class WindowLoop:
     """Forward and backward over the micro-batches of a window, one after the other.
 
-    With `together` all ranks run equally many, because their forwards communicate, so a window is
-    read before its first forward. Ranks that have fewer run their last micro-batch again, weighing
-    nothing: it draws random numbers and moves running statistics once more.
+    With `together` all ranks run equally many, as forwards communicate: ranks that have fewer run
+    their last one again, weighing nothing, which draws random numbers and moves statistics anew.
     """
 
     def __init__(self, relay: Relay, prepared: Prepared, world: World, layout: Layout, together: bool = False) -> None:
@@ -64,10 +62,8 @@ class WindowLoop:
         trained = prepared.trained()
         models = trained if any(model is each for each in trained) else [*trained, model]
         if prepared.gradients.are_elsewhere and any(map(torch.any, prepared.gradients.waiting())):
-            raise RuntimeError(
-                "forward_backward() weighs a whole window, but gradients of backwards inside no_sync() wait to travel. "
-                "Let a backward outside of it synchronise them, or drop them by optimizer.zero_grad()."
-            )
+            what = "forward_backward() weighs a whole window, but gradients of backwards inside no_sync() wait"
+            raise RuntimeError(f"{what} to travel. Synchronise them, or drop them by optimizer.zero_grad().")
         earlier = prepared.gradients.set_aside(parameters)
         try:
             parts = []
@@ -142,14 +138,11 @@ def default_inputs(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def _checked(result: object) -> Part:
     if not (isinstance(result, tuple) and len(result) == 2):
-        raise TypeError(
-            f"loss_fn(output, batch) returned {type(result).__name__}, expected a tuple (sum, weight): "
-            f"(cross_entropy(output, y, reduction='sum'), y.numel()), say."
-        )
+        what = f"loss_fn(output, batch) returned {type(result).__name__}, expected a tuple (sum, weight):"
+        raise TypeError(f"{what} (cross_entropy(output, y, reduction='sum'), y.numel()), say.")
     loss, weight = result
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         found = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise ValueError(
-            f"loss_fn(output, batch) returned a sum of {found}, expected a scalar tensor. Sum the loss: loss.sum()."
-        )
+        what = f"loss_fn(output, batch) returned a sum of {found}, expected a scalar tensor."
+        raise ValueError(f"{what} Sum the loss: loss.sum().")
     return loss.reshape(()), weight.detach() if isinstance(weight, torch.Tensor) else float(weight)

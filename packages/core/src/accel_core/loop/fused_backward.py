@@ -22,10 +22,8 @@ def is_fused(optimizer: object) -> bool:
 def no_step(closure: object = None) -> None:
     """The `step` of such an optimizer, which has nothing left to do."""
     if closure is not None:
-        raise TypeError(
-            "optimizer.step(closure) was called, but this optimizer steps during the backward and calls no closure. "
-            "Call accelerator.backward(loss, learning_rate=...) instead."
-        )
+        what = "optimizer.step(closure) was called, but this optimizer steps during the backward and calls no closure."
+        raise TypeError(f"{what} Call accelerator.backward(loss, learning_rate=...) instead.")
 
 
 def fused_backward(
@@ -41,30 +39,21 @@ def fused_backward(
     fused: Any = next(filter(is_fused, optimizers), None)
     names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
     if fused is None:
-        raise TypeError(
-            f"backward(learning_rate={learning_rate!r}) was called, but no prepared optimizer updates parameters "
-            f"during the backward; prepared: {names or 'none'}. Leave learning_rate out."
-        )
+        what = f"backward(learning_rate={learning_rate!r}) was called, but no prepared optimizer updates parameters"
+        raise TypeError(f"{what} during the backward; prepared: {names or 'none'}. Leave learning_rate out.")
     asked = f"backward() was called, and {type(fused).__name__} updates parameters during the backward."
     if len(optimizers) > 1:
-        raise RuntimeError(
-            f"{asked} It is one of several prepared optimizers ({names}). Give each an Accelerator of its own."
-        )
+        raise RuntimeError(f"{asked} It is one of several ({names}). Give each an Accelerator of its own.")
     if world.size > 1:
-        raise RuntimeError(
-            f"{asked} In a world of {world.size} ranks gradients are averaged at the end of the backward, after the "
-            f"update."
-        )
+        when = "at the end of the backward, after the update"
+        raise RuntimeError(f"{asked} In a world of {world.size} ranks gradients are averaged {when}.")
     if accumulation.steps > 1:
-        raise RuntimeError(
-            f"{asked} With gradient_accumulation_steps={accumulation.steps} nothing would be accumulated."
-        )
+        given = f"gradient_accumulation_steps={accumulation.steps}"
+        raise RuntimeError(f"{asked} With {given} nothing would be accumulated.")
     for hook in ("scale_loss", "backward", "optimizer_step", "apply_step"):
         if (owner := owners[hook]) is not None:
-            raise RuntimeError(
-                f"{asked} The hook {hook!r} is taken over by {owner.describe()}, and what it does to the loss or at "
-                f"the step would be missed. Use mixed_precision='bf16' or 'no', and strategy='single'."
-            )
+            told = f"{asked} The hook {hook!r} is taken over by {owner.describe()}, and would be missed."
+            raise RuntimeError(f"{told} Use mixed_precision='bf16' or 'no', and strategy='single'.")
     if learning_rate is None:
         raise TypeError(f"{asked} That needs a learning rate. Pass learning_rate=, such as scheduler.get_last_lr()[0].")
     if options:
@@ -77,16 +66,12 @@ def refuse(call: str, optimizers: Sequence[Optimizer]) -> None:
     """Raises where a call needs gradients, and a fused optimizer has used them up."""
     fused = next(filter(is_fused, optimizers), None)
     if fused is not None:
-        raise RuntimeError(
-            f"{call} was called, but {type(fused).__name__} updates each parameter during the backward, and its "
-            f"gradient is gone then. Use accelerator.backward(loss, learning_rate=...) alone."
-        )
+        what = f"{call} was called, but {type(fused).__name__} updates each parameter during the backward, and its"
+        raise RuntimeError(f"{what} gradient is gone then. Use accelerator.backward(loss, learning_rate=...) alone.")
 
 
 def refuse_detection(optimizer: Optimizer) -> None:
     """Raises for a fused optimizer: a backward cannot be repeated once it has changed the parameters."""
     if is_fused(optimizer):
-        raise ValueError(
-            f"Accelerator(detect_nonfinite=True) was asked for, but {type(optimizer).__name__} updates parameters "
-            f"during the backward, so a window that went wrong cannot be repeated. Leave it out."
-        )
+        what = f"Accelerator(detect_nonfinite=True) was asked for, but {type(optimizer).__name__} updates parameters"
+        raise ValueError(f"{what} during the backward, so a window that went wrong cannot be repeated. Leave it out.")

@@ -14,9 +14,7 @@ if TYPE_CHECKING:
 
     GradientHook = Callable[[nn.Module, nn.Module], GradientState]
     Place = tuple[int, str, Box]  # a model, a parameter of it, and a part of that
-    Earlier = tuple[
-        Mapping[Place, torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]
-    ]  # of the strategy, and of `.grad`
+    Earlier = tuple[Mapping[Place, torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]  # of a strategy; of `.grad`
 
 
 def as_list(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[nn.Parameter]:

@@ -29,18 +29,14 @@ class LocalSGD:
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
         if type(local_sgd_steps) is not int or local_sgd_steps < 1:
-            raise ValueError(
-                f"LocalSGD(local_sgd_steps={local_sgd_steps!r}): expected an integer of at least 1, the number of "
-                f"steps between two averages."
-            )
+            what = f"LocalSGD(local_sgd_steps={local_sgd_steps!r}):"
+            raise ValueError(f"{what} expected an integer of at least 1, the number of steps between two averages.")
         self._accelerator, self._model, self._steps = accelerator, model, local_sgd_steps
         self.enabled = enabled and accelerator.num_processes > 1
         record = accelerator._prepared.find_model(model)
         if enabled and (record is None or record.evaluation or record.prepared is not model):
-            raise ValueError(
-                f"LocalSGD was given a {type(model).__name__} that this Accelerator has not prepared for training, so "
-                f"its gradients could not be kept local. Pass what accelerator.prepare(model) returned."
-            )
+            asked = f"LocalSGD was given a {type(model).__name__} that this Accelerator has not prepared for training."
+            raise ValueError(f"{asked} Pass what accelerator.prepare(model) returned.")
         strategy = accelerator._parts.strategy
         if self.enabled and not strategy.replicates_parameters:
             raise ValueError(
@@ -98,9 +94,7 @@ class LocalSGD:
         """Makes the model the same on every rank. A collective over the data-parallel ranks."""
         world, group = self._accelerator._world, self._accelerator._layout.data_group
         if self._accelerator._feed.joining:
-            raise RuntimeError(
-                "LocalSGD averages over all ranks, and inside join_uneven_inputs() some may have ended. Leave one out."
-            )
+            raise RuntimeError("LocalSGD averages over all ranks, and inside join_uneven_inputs() some may have ended.")
         ranks = reduce_gather.gather(torch.tensor([[self._calls, self._steps, ending]]), world, group).tolist()
         if any(rank != ranks[0] for rank in ranks):
             table = "".join(

@@ -1,9 +1,8 @@
 """Memory: giving it back, and finding the largest batch size that fits.
 
-In a larger world the ranks vote on each attempt: all had room, or all try a smaller batch. They vote
-through the store, as some may wait in a collective of the attempt. A rank that runs out of memory
-alone leaves the others inside a collective that nobody can take back, so votes tell how many each
-rank has begun, and a rank without room waits for the others for its patience only.
+In a larger world the ranks vote on each attempt, through the store, as some may wait in a collective
+of it. One that nobody can take back holds the others where a rank runs out of memory alone: so votes
+tell how many each rank has begun, and a rank without room waits for its patience only.
 """
 
 from __future__ import annotations
@@ -78,13 +77,10 @@ def find_executable_batch_size(
     no size fits or the ranks cannot go on together.
     """
     if function is None:
-        return lambda each: find_executable_batch_size(
-            each, starting_batch_size, reduce_batch_size_fn, patience=patience
-        )
+        return lambda it: find_executable_batch_size(it, starting_batch_size, reduce_batch_size_fn, patience=patience)
     if type(starting_batch_size) is not int or starting_batch_size < 1:
-        raise ValueError(
-            f"find_executable_batch_size(starting_batch_size={starting_batch_size!r}): expected an int of at least 1."
-        )
+        asked = f"find_executable_batch_size(starting_batch_size={starting_batch_size!r})"
+        raise ValueError(f"{asked}: expected an int of at least 1.")
     name, found = getattr(function, "__name__", repr(function)), starting_batch_size
 
     @functools.wraps(function)
@@ -106,10 +102,8 @@ def find_executable_batch_size(
             takes_size = inspect.signature(reduce_batch_size_fn).parameters
             size = reduce_batch_size_fn(size) if takes_size else reduce_batch_size_fn()
             if type(size) is not int or size >= tried[-1]:
-                raise ValueError(
-                    f"reduce_batch_size_fn returned {size!r} after a batch size of {tried[-1]}, which did not fit. "
-                    f"Return a smaller int, or 0 to end the search."
-                )
+                what = f"reduce_batch_size_fn returned {size!r} after a batch size of {tried[-1]}, which did not fit."
+                raise ValueError(f"{what} Return a smaller int, or 0 to end the search.")
         raise RuntimeError(
             f"`{name}` was called with {len(tried)} batch sizes, from {tried[0]} to {tried[-1]}, and memory sufficed "
             f"for none. The last attempt: {problem or 'there was room on this rank, but not on another one'}."
@@ -128,9 +122,7 @@ def _attempt(function: Callable[..., Any], name: str, size: int, args: Any, kwar
             with contextlib.suppress(dist.DistError):  # the error matters more than the store
                 _vote(name, size, f"raised {type(error).__name__}: {error}")
             raise
-        traceback.clear_frames(
-            error.__traceback__
-        )  # whose local variables keep tensors alive as long as the error lives
+        traceback.clear_frames(error.__traceback__)  # whose variables live as long as the error does
         return None, str(error).partition("\n")[0] or type(error).__name__
 
 
@@ -179,8 +171,6 @@ def _all_had_room(function: str, size: int, problem: str | None, patience: timed
             f"ranks, with the same starting_batch_size and reduce_batch_size_fn, and make the Accelerator before."
         )
     if _NO_ROOM in outcomes and len({begun for *_, begun in votes}) > 1:
-        raise RuntimeError(
-            f"Memory ran out between two collectives, so the next one of a rank would be taken for another one:{table}\n"
-            f"Start again with a smaller starting_batch_size."
-        )
+        what = "Memory ran out between two collectives, so the next one of a rank would be taken for"
+        raise RuntimeError(f"{what} another one:{table}\nStart again with a smaller starting_batch_size.")
     return outcomes == {_DONE}

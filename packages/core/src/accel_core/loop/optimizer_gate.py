@@ -44,10 +44,9 @@ SKIPPED: Final = _Skipped()
 class OptimizerGate:
     """The Accelerator's record of one prepared optimizer, whose steps it controls, in place, until `remove`.
 
-    `relay` has the hooks `optimizer_step` and `unscale_gradients`; `prepared` is what the
-    Accelerator has, None without one. `needs_backward`: whether gradients that did not come from
-    `Accelerator.backward` would be wrong, because a scaler or an engine takes part. `engine` is the
-    hook `apply_step`; None: the optimizer's own step is taken.
+    `relay` has the hooks `optimizer_step` and `unscale_gradients`; `prepared` is None without an
+    Accelerator. `needs_backward`: whether gradients of a plain backward would be wrong. `engine` is
+    the hook `apply_step`; None: the optimizer's own step is taken.
     """
 
     def __init__(
@@ -116,10 +115,8 @@ class OptimizerGate:
         step: Callable[[], Any] = self._own_step
         if args or kwargs:
             if accumulation.steps > 1 and accumulation.serial > 0:
-                raise RuntimeError(
-                    f"optimizer.step(closure) was called in a window of {accumulation.size} micro-batches, of which a "
-                    f"closure would use one. Use gradient_accumulation_steps=1, and a closure over all of them."
-                )
+                what = f"optimizer.step(closure) was called in a window of {accumulation.size} micro-batches."
+                raise RuntimeError(f"{what} Use gradient_accumulation_steps=1, and a closure over all of them.")
             if self._check_hook is not None and args and callable(args[0]):
                 args = (partial(self._checked_closure, optimizer, args[0]), *args[1:])
             step = partial(step, *args, **kwargs)
@@ -277,9 +274,8 @@ def _reduced_bare(optimizer: Optimizer, protocol: Any) -> Any:
     if len(parts) > 2 and isinstance(parts[2], dict):
         before = vars(optimizer)[_GATE]._shadowed
         state = {name: value for name, value in parts[2].items() if not name.startswith("_accel_")}
-        parts[2] = {
-            name: before.get(name, value) for name, value in state.items() if name not in _SHADOWED or name in before
-        }
+        kept = state.keys() - (set(_SHADOWED) - before.keys())
+        parts[2] = {name: before.get(name, value) for name, value in state.items() if name in kept}
     return tuple(parts)
 
 

@@ -249,35 +249,27 @@ def kind_of(obj: object) -> Kind:
         if isinstance(obj, kind):
             return name
     if hasattr(obj, "optimizer") and callable(getattr(obj, "zero_grad", None)):
-        raise TypeError(
-            f"prepare() was given a {type(obj).__name__}, which wraps an optimizer: its steps could not be held back. "
-            f"Prepare the optimizer inside it (its attribute `optimizer`), and go on using the wrapper."
-        )
+        what = f"prepare() was given a {type(obj).__name__}, which wraps an optimizer: its steps could not be"
+        raise TypeError(f"{what} held back. Prepare the optimizer inside it (`.optimizer`), and keep the wrapper.")
     if is_scheduler(obj):
         return "scheduler"
     if is_batch_stream(obj):
         return "loader"
     if isinstance(obj, torch.Tensor) and obj.requires_grad:
-        raise TypeError(
-            "prepare() was given a tensor that requires a gradient, which nobody averages. Make it a parameter of a "
-            "module."
-        )
+        what = "prepare() was given a tensor that requires a gradient, which nobody averages."
+        raise TypeError(f"{what} Make it a parameter of a module.")
     members = obj.values() if isinstance(obj, dict) else obj if isinstance(obj, (list, tuple, set)) else ()
     for member in members:
         if isinstance(member, (*_KINDS, nn.Parameter)) or is_scheduler(member):
-            raise TypeError(
-                f"prepare() was given a {type(obj).__name__} that holds a {type(member).__name__}. It takes the "
-                f"objects themselves: prepare(*objects), which returns them in the same order."
-            )
+            what = f"prepare() was given a {type(obj).__name__} that holds a {type(member).__name__}. It takes the"
+            raise TypeError(f"{what} objects themselves: prepare(*objects), which returns them in the same order.")
     return "other"
 
 
 def require(call: str, obj: object, kind: type, wanted: str) -> None:
     """Raises `TypeError` unless `obj` is of the kind that `call` takes."""
     if not isinstance(obj, kind):
-        raise TypeError(
-            f"{call} was given a {type(obj).__name__}, expected {wanted}. prepare() takes objects of any kind."
-        )
+        raise TypeError(f"{call} was given a {type(obj).__name__}, expected {wanted}. prepare() takes any kind.")
 
 
 def check_device_placement(given: Sequence[bool] | None, objects: Sequence[object], places_models: bool) -> None:
@@ -288,10 +280,8 @@ def check_device_placement(given: Sequence[bool] | None, objects: Sequence[objec
     if places_models:
         raise ValueError("prepare(): the chosen strategy places models by itself. Leave device_placement out.")
     if len(given) != len(objects):
-        raise ValueError(
-            f"prepare() was given {len(objects)} objects and device_placement with {len(given)} entries. Give one True "
-            f"or False each."
-        )
+        what = f"prepare() was given {len(objects)} objects and device_placement with {len(given)} entries."
+        raise ValueError(f"{what} Give one True or False each.")
 
 
 def check_state_kept(optimizers: Iterable[Optimizer]) -> None:
@@ -340,10 +330,8 @@ def warn_of_empty(loader: DataLoader[Any]) -> None:
 def check_device_map(model: nn.Module, world: World, param: torch.dtype | None) -> None:
     """Raises for a device map in a larger world, or with weights that nobody can cast to `param`."""
     if world.size > 1 and has_device_map(model):
-        raise ValueError(
-            f"{type(model).__name__} is spread over several devices by its hf_device_map, and {world.size} processes "
-            f"were started. Load it without a device map, or start one process."
-        )
+        what = f"{type(model).__name__} is spread over several devices by its hf_device_map, and {world.size}"
+        raise ValueError(f"{what} processes were started. Load it without a device map, or start one process.")
     if param is not None and stays_in_place(model):
         offloaded = [name for name, each in model.named_parameters() if each.is_meta and each.dtype is not param]
         if offloaded:
@@ -368,9 +356,6 @@ def has_device_map(model: nn.Module) -> bool:
 def _named(optimizer: Optimizer) -> Iterator[tuple[str, nn.Parameter]]:
     for index, group in enumerate(optimizer.param_groups):
         for position, parameter in enumerate(group["params"]):
-            name = (
-                group["param_names"][position]
-                if "param_names" in group
-                else f"param_groups[{index}]['params'][{position}]"
-            )
+            named = group.get("param_names")
+            name = f"param_groups[{index}]['params'][{position}]" if named is None else named[position]
             yield f"{name} {tuple(parameter.shape)}", parameter

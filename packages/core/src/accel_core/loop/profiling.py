@@ -56,11 +56,7 @@ class ProfileKwargs(KwargsHandler):
 
 @contextmanager
 def profile(handler: ProfileKwargs, world: World) -> Iterator[torch.profiler.profile]:
-    """Profiles the block on this rank: `with profile(handler, world) as profiler:`. No collective.
-
-    With `output_trace_dir`, each recorded cycle becomes a new file there, `profile_<rank>.json` or
-    `profile_<rank>_1.json` and so on. Those of other ranks may not be complete behind the block.
-    """
+    """Profiles the block on this rank; cycles become `profile_<rank>.json`, `profile_<rank>_1.json` …"""
     folder = None if handler.output_trace_dir is None else Path(handler.output_trace_dir)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -92,8 +88,6 @@ def _activity(given: str | ProfilerActivity) -> ProfilerActivity:
     activity = known.get(given.lower()) if isinstance(given, str) else given
     possible = torch.profiler.supported_activities()
     if activity not in possible:  # torch would leave some of them out in silence
-        raise ValueError(
-            f"ProfileKwargs(activities=...) holds {given!r}, which torch cannot record here, only "
-            f"{', '.join(sorted(each.name.lower() for each in possible))}. Leave activities out."
-        )
+        what = f"ProfileKwargs(activities=...) holds {given!r}, which torch cannot record here, only"
+        raise ValueError(f"{what} {', '.join(sorted(each.name.lower() for each in possible))}. Leave activities out.")
     return cast("ProfilerActivity", activity)

@@ -80,16 +80,12 @@ class Run:
         """See `Accelerator.register_for_checkpointing`."""
         bad = [f"{index}: a {type(each).__name__}" for index, each in enumerate(objects) if not has_state(each)]
         if bad:
-            raise ValueError(
-                f"register_for_checkpointing() takes objects with state_dict() and load_state_dict(), which these have "
-                f"not: {', '.join(bad)}. Give them these."
-            )
+            what = "register_for_checkpointing() takes objects with state_dict() and load_state_dict(),"
+            raise ValueError(f"{what} which these have not: {', '.join(bad)}. Give them these.")
         for each in objects:
             if any(each is other for other in self.registered):
-                raise ValueError(
-                    f"register_for_checkpointing() was given a {type(each).__name__} that is registered already, and "
-                    f"would be saved twice."
-                )
+                what = f"register_for_checkpointing() was given a {type(each).__name__} that is registered already"
+                raise ValueError(f"{what}, and would be saved twice.")
         self.registered.extend(objects)
 
     def on_save(self, hook: SaveHook) -> RemovableHandle:

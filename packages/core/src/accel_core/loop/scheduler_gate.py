@@ -47,10 +47,8 @@ def rule_of(with_optimizer: bool, processes: int | None, adjust: bool | None) ->
     with_optimizer = flag("step_scheduler_with_optimizer", with_optimizer, "", True).value
     if not with_optimizer and (processes or adjust):
         asked = "step_scheduler_per_process=True" if processes else "adjust_scheduler=True"
-        raise ValueError(
-            f"step_scheduler_with_optimizer=False leaves scheduler.step() alone, and {asked} multiplies it. Leave one "
-            f"of them out."
-        )
+        what = f"step_scheduler_with_optimizer=False leaves scheduler.step() alone, and {asked} multiplies it."
+        raise ValueError(f"{what} Leave one of them out.")
     return SchedulerRule(with_optimizer, processes or 1, bool(adjust), stops=bool(processes or adjust))
 
 

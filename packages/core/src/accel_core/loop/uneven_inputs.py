@@ -1,8 +1,7 @@
 """Training loops that end at different batches on different ranks, under a strategy whose models can join.
 
 torch's `Join` does the work, and every rank takes parameters and buffers of the one that went on
-longest. Here optimizers and schedulers come from that rank too, else the ranks would drift apart,
-and the joining mode is put back. Meanwhile windows close by count alone (see `Feed.begin_step`).
+longest. Here optimizers and schedulers come from that rank too, else the ranks would drift apart.
 """
 
 from __future__ import annotations
@@ -59,10 +58,7 @@ def joined(
     accumulation: Accumulation,
     others: Sequence[Any] = (),
 ) -> Iterator[None]:
-    """A block in which ranks may make different numbers of steps. A collective at its end, unless an exception ends it.
-
-    What was prepared, and `others`, such as a loss scale, agree afterwards; an open window is dropped.
-    """
+    """A block in which ranks may differ in steps; they agree at its end, which is a collective."""
     before = [each._join_config for each in joinables]
     try:
         join = Join([*joinables, _Followers(joinables[0], world, prepared, others)])

@@ -57,10 +57,9 @@ class Sections:
     def take(
         self, name: str, load: Callable[[], Callable[..., Any]], elsewhere: Mapping[str, str] = _NOWHERE
     ) -> dict[str, Any]:
-        """The given options of the component that is chosen as `name`, for its constructor, which `load` gives if there are any.
+        """The options given for the component chosen as `name`, whose constructor `load` gives.
 
-        `elsewhere`: parameters that are options of the Accelerator instead → these. Raises
-        `ValueError` for what it does not have or only Python can express, and for another type.
+        `elsewhere`: parameter → option of the Accelerator. Raises `ValueError` for what does not fit.
         """
         section = section_name(name)
         is_taken = section in self._used
@@ -68,9 +67,8 @@ class Sections:
         if section not in self._sources:
             return {}
         if is_taken:
-            what = (
-                f"{self._sources[section]} was given, an option of {name!r}, and two active components go by that name"
-            )
+            given = f"{self._sources[section]} was given, an option of {name!r}"
+            what = f"{given}, and two active components go by that name"
             raise ValueError(f"{what}. Give the options in the code, to the constructor of the one that is meant.")
         options = read_section(name, load(), elsewhere)
         self.use(name, options)
@@ -135,10 +133,8 @@ def read_section(
                 hint = _hint(meant, own, "Its options")
             raise ValueError(f"{source} was given, and {name!r} has no option {folded!r}. {hint}")
         option = f"{name}.{field.name}"
-        if field.python_only:
-            raise ValueError(
-                f"{source}: {option} is for Python only: {field.python_only}. Build the object in the code."
-            )
+        if why := field.python_only:
+            raise ValueError(f"{source}: {option} is for Python only: {why}. Build the object in the code.")
         try:
             options[field.name] = Option(from_data(field.type, value), source)
         except ValueError as error:

@@ -51,9 +51,8 @@ def to_data(value: Any) -> Any:
     for kinds, make in _DATA:
         if isinstance(value, kinds):
             return make(value)
-    raise TypeError(
-        f"{value!r} is a {type(value).__name__}, which neither text nor data can express: give it in Python"
-    )
+    kind = type(value).__name__
+    raise TypeError(f"{value!r} is a {kind}, which neither text nor data can express: give it in Python")
 
 
 _DATA: Sequence[tuple[Any, Callable[[Any], Any]]] = (

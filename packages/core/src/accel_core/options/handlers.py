@@ -18,9 +18,7 @@ Location = str | os.PathLike[str] | None
 class KwargsHandler:
     """Base of the option classes. A field that was not set is left to the receiver's own default."""
 
-    on_request: ClassVar[bool] = (
-        False  # whether options wait for a call of the user's: they are never without a receiver
-    )
+    on_request: ClassVar[bool] = False  # whether options wait for a call of the user's, and are never idle
 
     def to_kwargs(self) -> dict[str, Any]:
         """The options that differ from the defaults of the class."""
@@ -95,9 +93,8 @@ class GradientAccumulationPlugin(KwargsHandler):
         if self.mean_over not in ("window", "steps"):
             raise ValueError(f"GradientAccumulationPlugin(mean_over={self.mean_over!r}): expected 'window' or 'steps'.")
         if type(self.num_steps) is not int or self.num_steps < 1:
-            raise ValueError(
-                f"GradientAccumulationPlugin(num_steps={self.num_steps!r}): expected an integer of at least 1."
-            )
+            given = f"GradientAccumulationPlugin(num_steps={self.num_steps!r})"
+            raise ValueError(f"{given}: expected an integer of at least 1.")
 
 
 @dataclass
@@ -185,10 +182,8 @@ class ProjectConfiguration:
         if self.total_limit is not None and (type(self.total_limit) is not int or self.total_limit < 1):
             raise ValueError(f"{given}: expected an integer of at least 1.")
         if self.total_limit is not None and not self.automatic_checkpoint_naming:
-            raise ValueError(
-                f"{given} limits checkpoints with automatic names: folders that you name yourself are never deleted. Add "
-                f"automatic_checkpoint_naming=True, or leave total_limit out."
-            )
+            what = f"{given} limits checkpoints with automatic names: folders that you name yourself are never deleted."
+            raise ValueError(f"{what} Add automatic_checkpoint_naming=True, or leave total_limit out.")
         self._logs_were_given = self.logging_dir is not None
         self.set_directories(self.project_dir)
 
@@ -203,10 +198,7 @@ class ProjectConfiguration:
 def resolve_project(
     project_dir: Any, project_config: ProjectConfiguration | None, source: str = "argument"
 ) -> ProjectConfiguration:
-    """The configuration that `Accelerator(project_dir=..., project_config=...)` asks for, as a copy of its own.
-
-    Raises `ValueError` if they name two folders (`source` says who the first), or names have none.
-    """
+    """A copy of the configuration, with its folder; `ValueError` for two, or names without one."""
     if project_config is None:
         return ProjectConfiguration(project_dir)
     # A copy, because `iteration` counts: two Accelerators that were given one configuration do not count for each other.
@@ -219,8 +211,6 @@ def resolve_project(
             f"{os.fspath(project.project_dir)!r}) were both given, and a run has one folder. Leave one of them out."
         )
     if project.automatic_checkpoint_naming and project.project_dir is None:
-        raise ValueError(
-            "ProjectConfiguration(automatic_checkpoint_naming=True) was given, but no folder. Add project_dir=... to it, or "
-            "to Accelerator(...)."
-        )
+        what = "ProjectConfiguration(automatic_checkpoint_naming=True) was given, but no folder."
+        raise ValueError(f"{what} Add project_dir=... to it, or to Accelerator(...).")
     return project

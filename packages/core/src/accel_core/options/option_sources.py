@@ -5,8 +5,6 @@ The variable of an option is `ACCELERATE_<OPTION>`, that of a component's option
 one variable more, `ACCELERATE_CONFIG`, as JSON: variable → [data, where it was said].
 
     {"command line": {"ACCELERATE_FSDP__CPU_OFFLOAD": [true, "--fsdp.cpu-offload"]}, "file": {...}}
-
-Files are read by launchers alone: a script never picks up one from somebody's home.
 """
 
 from __future__ import annotations
@@ -106,20 +104,14 @@ def given_sections() -> dict[str, dict[str, GivenOption]]:
 
 
 def inherited(environ: Mapping[str, str] = os.environ) -> dict[str, dict[str, GivenOption]]:
-    """The options given to launchers around this process: "command line" and "file" → variable → value.
-
-    Raises:
-        ValueError: if no launcher can have written it.
-    """
+    """The options given to launchers, by "command line" and "file", then by variable."""
     text = environ.get(CHANNEL, "").strip()
     try:
         content = json.loads(text or "{}")
         if content.keys() - {*_LEVELS}:
             raise ValueError(f"it speaks of {', '.join(sorted(content.keys() - {*_LEVELS}))}")
-        return {
-            level: {name: GivenOption(value, str(source)) for name, (value, source) in content.get(level, {}).items()}
-            for level in _LEVELS
-        }
+        levels = ((level, content.get(level, {}).items()) for level in _LEVELS)
+        return {level: {name: GivenOption(value, str(at)) for name, (value, at) in given} for level, given in levels}
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{CHANNEL} cannot be read ({error}): launchers write it, as JSON. Unset it, and give options on the "

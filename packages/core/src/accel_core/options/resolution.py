@@ -97,10 +97,8 @@ def refuse_beside(argument: str, built: object, option: str, value: object, vari
     outside = given_outside(variable)
     if value is not None or outside is not None:
         other = f"{option}={value!r}" if value is not None or outside is None else f"{outside.source}={outside.text!r}"
-        raise ValueError(
-            f"{other} and {argument}={built} were both given. An object that is built in code is complete: give it the option, "
-            f"and leave the other out."
-        )
+        what = f"{other} and {argument}={built} were both given. An object that is built in code is complete:"
+        raise ValueError(f"{what} give it the option, and leave the other out.")
 
 
 def resolve_options(loose: Mapping[str, object], config: object) -> dict[str, Option[Any]]:
@@ -108,10 +106,8 @@ def resolve_options(loose: Mapping[str, object], config: object) -> dict[str, Op
     if config is None:
         return {name: _resolved(name, loose.get(name)) for name in VARIABLES}
     if not isinstance(config, KwargsHandler):
-        raise TypeError(
-            f"dataloader_config={config!r} is a {type(config).__name__}: expected an object of options, such as "
-            f"DataLoaderConfiguration(...) of accel-data."
-        )
+        what = f"dataloader_config={config!r} is a {type(config).__name__}:"
+        raise TypeError(f"{what} expected an object of options, such as DataLoaderConfiguration(...) of accel-data.")
     names, given = [field.name for field in fields(config)], config.to_kwargs()
     for name in names:
         refuse_beside("dataloader_config", config, name, loose.get(name), VARIABLES.get(name, ""))
@@ -129,10 +125,8 @@ def refuse_beside_object(config: object, loader: object) -> None:
 def in_force(options: Mapping[str, Option[Any]], loader: object, from_object: bool) -> dict[str, Option[Any]]:
     """What `resolve_options` returned, with what the loader itself (None: there is none) says where nothing was given."""
     own = "loader" if from_object else "default"
-    return {
-        name: Option(getattr(loader, name, None), own) if option.source == "default" else option
-        for name, option in options.items()
-    }
+    unsaid = {name for name, option in options.items() if option.source == "default"}
+    return {**options, **{name: Option(getattr(loader, name, None), own) for name in unsaid}}
 
 
 def _resolved(name: str, argument: object) -> Option[Any]:

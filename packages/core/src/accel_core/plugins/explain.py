@@ -82,8 +82,8 @@ class Explanation:
 
     def __str__(self) -> str:
         parts = [
-            (part.role, part.name, f"{part.distribution or '-'} {part.version or ''}", part.component, part.source)
-            for part in self.parts
+            (one.role, one.name, f"{one.distribution or '-'} {one.version or ''}", one.component, one.source)
+            for one in self.parts
         ]
         hooks = self.owners | {hook: ", ".join(names) or "nobody" for hook, names in self.listeners.items()}
         tables: list[tuple[Sequence[str], Sequence[Sequence[str]], bool]] = [
@@ -118,11 +118,8 @@ def explain(
         for hook, listeners in activation.listeners.items()
     }
     settings = [Setting(name, str(masked(name, option.value)), option.source) for name, option in options.items()]
-    inactive = [
-        Inactive(offer.group, offer.name, offer.distribution, offer.version, _state(offer, offers))
-        for offer in offers
-        if offer not in active
-    ]
+    idle = [offer for offer in offers if offer not in active]
+    inactive = [Inactive(one.group, one.name, one.distribution, one.version, _state(one, offers)) for one in idle]
     owners = {hook: _name(selected, hook) for hook, selected in activation.owners.items()}
     return Explanation(tuple(parts), tuple(settings), owners, heard, tuple(inactive), (*details, *further))
 

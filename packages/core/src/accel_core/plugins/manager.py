@@ -40,9 +40,7 @@ class Relay(_Signatures):
     __slots__ = ("__weakref__", *HOOKS)
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            "A relay holds bound methods of components of this process. Build an Accelerator with the same arguments."
-        )
+        raise TypeError("A relay holds bound methods of components. Build an Accelerator with the same arguments.")
 
 
 @dataclass(eq=False, slots=True)
@@ -91,21 +89,16 @@ class Activation:
 
 def hook_specs() -> dict[str, Spec]:
     """Every hook by name, in the order of `HookSpecs`."""
-    functions = {name: vars(HookSpecs)[name] for name in HOOKS}
-    return {
-        name: Spec(function.accel_kind, tuple(inspect.signature(function).parameters)[1:])
-        for name, function in functions.items()
-    }
+    functions = [(name, vars(HookSpecs)[name]) for name in HOOKS]
+    return {name: Spec(each.accel_kind, tuple(inspect.signature(each).parameters)[1:]) for name, each in functions}
 
 
 def activate(components: Sequence[Selected], defaults: object) -> Activation:
     """Checks that all active components fit together, and binds every hook; `defaults` has marked methods for those without owner."""
     for one, other in itertools.combinations(components, 2):
         if one.component is other.component:
-            raise PluginError(
-                f"One object was passed twice: as {one.describe()} and as {other.describe()}.\n"
-                f"Pass it once: all its hooks are found, whatever its role."
-            )
+            what = f"One object was passed twice: as {one.describe()} and as {other.describe()}."
+            raise PluginError(f"{what}\nPass it once: all its hooks are found, whatever its role.")
     specs, manager = hook_specs(), pluggy.PluginManager(PROJECT)
     implemented = [(Listener(selected), _hooks_of(manager, selected, specs)) for selected in components]
     fallback = _hooks_of(manager, Selected(defaults, "core defaults"), specs)
@@ -136,15 +129,11 @@ def _hooks_of(manager: pluggy.PluginManager, selected: Selected, specs: Mapping[
             _check_mark(selected, name, [option for option, value in options.items() if value], specs)
             _check_arguments(selected, name, specs[name].arguments, methods[name])
         elif name in specs:
-            raise PluginError(
-                f"{_upper(selected)} has a method {name!r}, which is the name of a hook, without the marker: it would "
-                f"never be called.\n{MARK}, or give the method another name."
-            )
+            what = f"{_upper(selected)} has a method {name!r}, which is the name of a hook, without the marker:"
+            raise PluginError(f"{what} it would never be called.\n{MARK}, or give the method another name.")
     if selected.group is None and not methods:
-        raise PluginError(
-            f"{_upper(selected)} was passed as a plugin, but it implements no hook.\n"
-            f"Hooks are: {', '.join(specs)}. {MARK}, or leave the object out."
-        )
+        what = f"{_upper(selected)} was passed as a plugin, but it implements no hook."
+        raise PluginError(f"{what}\nHooks are: {', '.join(specs)}. {MARK}, or leave the object out.")
     return methods
 
 
@@ -156,10 +145,8 @@ def _check_mark(selected: Selected, name: str, options: Sequence[str], specs: Ma
         what = f"marks {name!r} as a hook, but there is no such hook in the installed accel-core"
         raise PluginError(f"{_upper(selected)} {what}.\n{hint}")
     if options:
-        raise PluginError(
-            f"Hook {name!r} of {selected.describe()} is marked with {'=..., '.join(options)}=..., but hooks are bound as they are, "
-            f"and the core alone decides on their order.\nWrite @accel_core.hookimpl without options."
-        )
+        asked = f"Hook {name!r} of {selected.describe()} is marked with {'=..., '.join(options)}=...,"
+        raise PluginError(f"{asked} but hooks are bound as they are.\nWrite @accel_core.hookimpl without options.")
 
 
 def _check_arguments(selected: Selected, hook: str, known: Sequence[str], method: Callable[..., Any]) -> None:

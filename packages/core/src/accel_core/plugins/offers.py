@@ -78,10 +78,8 @@ class Offer:
         """Imports what makes the component. Raises `PluginError` if it does not fit the core or cannot be imported."""
         asked = f"The {self.noun} {self.name!r} was asked for, but"
         if (misfit := self.misfit()) is not None:
-            raise PluginError(
-                f"{asked} {misfit}.\n"
-                f"Type: pip install --upgrade {self.distribution}, or, to keep that one: pip install '{CORE}{self.core}'"
-            )
+            what = f"{asked} {misfit}.\nType: pip install --upgrade {self.distribution}, or, to keep that one:"
+            raise PluginError(f"{what} pip install '{CORE}{self.core}'")
         try:
             factory = metadata.EntryPoint(self.name, self.value, self.group).load()
             if not callable(factory):
@@ -114,9 +112,7 @@ def list_offers(group: Group | None = None) -> list[Offer]:
 def find(group: Group, name: str, offers: Sequence[Offer] | None = None) -> Offer:
     """The one offer of `name`, which may be qualified by its distribution: `other-fsdp:fsdp`. Imports nothing.
 
-    `offers` is what `list_offers` has returned, to look up several names with one listing. Raises
-    `NotInstalledError` if a distribution is known that offers it, `PluginError` if none is, or
-    several are installed.
+    Raises `NotInstalledError` if a distribution is known that offers it, else `PluginError`.
     """
     installed = [offer for offer in (list_offers(group) if offers is None else offers) if offer.group == group]
     distribution, _, plain = name.rpartition(":")
@@ -141,10 +137,8 @@ def find_default(group: Group, name: str, call: str, offers: Sequence[Offer] | N
         provider = KNOWN_PROVIDERS[group][name]
         raise NotInstalledError(f"{call} needs {provider}, which is not installed. {how_to_get(provider)}")
     if len(found) > 1:
-        raise PluginError(
-            f"{call} needs a {NOUNS[group]}, and {len(found)} distributions offer it under the name {name!r}: "
-            f"{', '.join(each.provider for each in found)}. Uninstall all but one."
-        )
+        what = f"{call} needs a {NOUNS[group]}, and {len(found)} distributions offer it under the name {name!r}:"
+        raise PluginError(f"{what} {', '.join(each.provider for each in found)}. Uninstall all but one.")
     return found[0]
 
 
@@ -158,9 +152,8 @@ def _not_found(group: Group, name: str, installed: Sequence[Offer]) -> PluginErr
     known = KNOWN_PROVIDERS.get(group, {})
     distribution, _, plain = name.rpartition(":")
     listing = ", ".join(map(str, installed)) or "none"
-    opening = (
-        f"The {NOUNS[group]} {name!r} was asked for, and nothing that is installed offers it. Installed: {listing}.\n"
-    )
+    asked = f"The {NOUNS[group]} {name!r} was asked for"
+    opening = f"{asked}, and nothing that is installed offers it. Installed: {listing}.\n"
     provider = canonical(distribution) if distribution else known.get(plain)
     if provider not in {canonical(offer.distribution) for offer in installed} and (distribution or plain in known):
         return NotInstalledError(f"{opening}{how_to_get(provider)}")
@@ -200,10 +193,7 @@ def _numbers(release: str) -> tuple[int, ...]:
 
 
 def admits(specifier: str, version: str) -> bool:
-    """True if `version` satisfies every clause of `specifier` (">=0.2,<1"; empty admits all), in the order of versions.
-
-    So `>=0.2` admits `0.3rc1`, and `<2` admits `2rc1`. Raises `ValueError` for what it cannot read.
-    """
+    """Whether `version` satisfies every clause of `specifier`, such as ">=0.2,<1"."""
     installed = Version.parse(version)
     return all(_admits_clause(clause.strip(), installed) for clause in specifier.split(",") if clause.strip())
 
@@ -232,11 +222,7 @@ def requirement_on(distribution: str, requirements: Iterable[str] | None) -> str
 
 @dataclass(frozen=True, eq=False)
 class Selected:
-    """A component that is to be active, and where it came from.
-
-    `name` is the offer's, or that of the class of an object that was passed, which has no offer;
-    an object from `plugins=[...]` has no group.
-    """
+    """A component that is to be active, and its offer; passed ones have the name of their class."""
 
     component: Any
     name: str
@@ -261,10 +247,8 @@ class Selected:
         ours = (offer for offer in list_offers() if offer.value.partition(":")[0].partition(".")[0] == package)
         if (offer := self.offer or next(ours, None)) is not None:
             return offer.distribution, offer.version
-        distributions = {*metadata.packages_distributions().get(package, ())}
-        return (
-            next(((name, metadata.version(name)) for name in distributions), None) if len(distributions) == 1 else None
-        )
+        names = {*metadata.packages_distributions().get(package, ())}
+        return next(((name, metadata.version(name)) for name in names), None) if len(names) == 1 else None
 
     def describe(self) -> str:
         """The component and its provider, as text for messages."""
@@ -277,11 +261,7 @@ class Selected:
 def build(
     group: Group, choice: object, options: Mapping[str, Any] | None = None, offers: Sequence[Offer] | None = None
 ) -> Selected:
-    """Makes the component that `choice` names, with `options`, or takes the object that it is. `offers` is as for `find`.
-
-    Raises `PluginError` as `find` and `Offer.load` do, `ValueError` for options beside an object,
-    `TypeError` for a class instead of an object, or options that do not fit its constructor.
-    """
+    """The component that `choice` names, made with `options`, or is. Errors as of `find`, too."""
     given = options or {}
     if not isinstance(choice, str):
         if given:
@@ -293,18 +273,15 @@ def build(
     try:
         return Selected(factory(**given), offer.name, group, offer)
     except TypeError as error:
-        raise TypeError(
-            f"The {offer.noun} {offer} could not be made with {', '.join(given) or 'no options'}: {error}.\n"
-            f"Give what {offer.value} takes, or build the object in code and pass it."
-        ) from error
+        asked = f"The {offer.noun} {offer} could not be made with {', '.join(given) or 'no options'}: {error}."
+        raise TypeError(f"{asked}\nGive what {offer.value} takes, or build the object in code and pass it.") from error
 
 
 def passed(component: object, group: Group | None = None) -> Selected:
     """Takes an object (or a module with marked functions) that the user built. Raises `TypeError` for a class."""
     if isinstance(component, type):
-        raise TypeError(
-            f"The class {component.__module__}.{component.__qualname__} was passed as {'plugin' if group is None else NOUNS[group]}; "
-            f"an object of it is needed.\nWrite {component.__name__}(...) with its options."
-        )
+        what = f"The class {component.__module__}.{component.__qualname__} was passed as"
+        role = "plugin" if group is None else NOUNS[group]
+        raise TypeError(f"{what} {role}; an object of it is needed.\nWrite {component.__name__}(...) with its options.")
     name = component.__name__ if isinstance(component, ModuleType) else type(component).__name__
     return Selected(component, name, group)

@@ -17,8 +17,7 @@ from accel_core.base.class_override import ClassOverride, override_class
 from accel_core.base.errors import WorldError
 from accel_core.base.vocabulary import SEVERAL_PROCESSES
 from accel_core.contract.hook_specs import hookimpl
-from accel_core.contract.layout import Layout
-from accel_core.contract.strategy import Strategy
+from accel_core.contract.strategy import Layout, Strategy
 from accel_core.options.handlers import KwargsHandler
 from accel_core.processes.watch.collective_scope import explain
 from accel_core.processes.world import World
@@ -86,10 +85,8 @@ class DDP(Strategy):
                 known = ", ".join(map(repr, get_args(choices)))
                 raise ValueError(f"DDP(comm_{option}={value!r}): expected one of {known}.")
         if comm_hook != "power_sgd" and (comm_state_option or comm_wrapper != "no"):
-            raise ValueError(
-                f"DDP(comm_wrapper={comm_wrapper!r}, comm_state_option={comm_state_option!r}) configures PowerSGD, but "
-                f"comm_hook is {comm_hook!r}. Add comm_hook='power_sgd', or leave them out."
-            )
+            what = f"DDP(comm_wrapper={comm_wrapper!r}, comm_state_option={comm_state_option!r}) configures PowerSGD,"
+            raise ValueError(f"{what} but comm_hook is {comm_hook!r}. Add comm_hook='power_sgd', or leave them out.")
         self._options: dict[str, Any] = {
             "forward_sync_buffers": broadcast_buffers,  # its older name is deprecated in torch
             "bucket_cap_mb": bucket_cap_mb,
@@ -106,10 +103,8 @@ class DDP(Strategy):
     def layout(self, world: World) -> Layout:
         """Pure data parallelism. Raises `WorldError` in a world of one."""
         if world.group is None:
-            raise WorldError(
-                f"strategy 'ddp' was asked for, but this process is alone ({world.source}). Start the script with "
-                f"`torchrun --nproc-per-node 2 script.py`, or leave strategy= out (the default here is 'single')."
-            )
+            what = f"strategy 'ddp' was asked for, but this process is alone ({world.source}). Start the script"
+            raise WorldError(f"{what} with `torchrun --nproc-per-node 2 script.py`, or leave strategy= out.")
         self._world = world
         return Layout.data_parallel(world)
 
@@ -231,10 +226,8 @@ class _Wrapper(ClassOverride):
 
     def __getstate__(self) -> Any:
         if vars(self)["_comm_hooks"]:
-            raise TypeError(
-                "This DDP model was to be copied or pickled, but torch would not copy its communication hook. Copy the "
-                "model inside it, accelerator.unwrap_model(model), and prepare that."
-            )
+            what = "This DDP model was to be copied or pickled, but torch would not copy its communication hook."
+            raise TypeError(f"{what} Copy the model inside it, accelerator.unwrap_model(model), and prepare that.")
         if "reducer" not in vars(self):
             raise RuntimeError(f"This DDP model was to be copied or pickled after {_ENDED}")
         state = super().__getstate__()  # type: ignore[misc]

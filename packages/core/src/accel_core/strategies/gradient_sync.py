@@ -119,11 +119,8 @@ class GradientSync:
 
 
 def behind_the_first_backward(changed: Sequence[nn.Parameter], may_repeat: bool) -> Sequence[nn.Parameter]:
-    """The parameters that have changed in later backwards of a forward: those from the first one on that had changed before.
-
-    `may_repeat`: one backward may change a parameter several times, as in a static graph that is
-    recomputed. Then only a backward that changes all of them again is a later one.
-    """
+    """The parameters that later backwards have changed: from the first that changes again on."""
+    # With `may_repeat` (a static graph that is recomputed) only a backward that changes all of them is a later one.
     seen: set[nn.Parameter] = set()
     for index, each in enumerate(changed):
         if each in seen:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 from accel_core.base.errors import WorldError
 from accel_core.base.vocabulary import ONE_PROCESS
 from accel_core.contract.hook_specs import hookimpl
-from accel_core.contract.layout import Layout
-from accel_core.contract.strategy import Strategy
+from accel_core.contract.strategy import Layout, Strategy
 from accel_core.strategies.placement import place_model
 
 if TYPE_CHECKING:
@@ -30,10 +29,9 @@ class Single(Strategy):
     def layout(self, world: World) -> Layout:
         """The whole of the data. Raises `WorldError` when the launcher started more than one process."""
         if world.size > 1:
-            raise WorldError(
-                f"strategy 'single' was asked for, but the launcher ({world.source}) started {world.size} processes, "
-                f"which would train {world.size} separate models. Leave strategy= out, or start one process."
-            )
+            what = f"strategy 'single' was asked for, but the launcher ({world.source}) started {world.size} processes,"
+            what = f"{what} which would train {world.size} separate models"
+            raise WorldError(f"{what}. Leave strategy= out, or start one process.")
         return Layout.data_parallel(world)
 
     @hookimpl

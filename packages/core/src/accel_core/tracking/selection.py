@@ -54,19 +54,16 @@ def choose(option: Option[Any], offers: Sequence[Offer], sections: Sections) -> 
         if each not in names and each != ALL:  # a name that is given twice is one tracker
             selected, why = _named(find(GROUP, each, offers), offers, sections)
             if why is not None:
-                raise NotInstalledError(
-                    f"The tracker {each!r} was asked for ({chosen.source}), and cannot be used here: {why}"
-                )
+                asked = f"The tracker {each!r} was asked for ({chosen.source})"
+                raise NotInstalledError(f"{asked}, and cannot be used here: {why}")
             chosen.selected.append(selected)
         names.add(each)
     _check_names(chosen)
     if ALL in names:
         _choose_all(chosen, offers, sections)
         if not chosen.selected and not chosen.left_out:
-            warnings.warn(
-                "log_with='all' was asked for, and no tracker is installed, so nothing is recorded. Type: pip install accel-trackers",
-                stacklevel=level_of_the_user(),
-            )
+            what = "log_with='all' was asked for, and no tracker is installed. Type: pip install accel-trackers"
+            warnings.warn(what, stacklevel=level_of_the_user())
     return chosen
 
 
@@ -111,9 +108,8 @@ def _passed(tracker: object, offers: Sequence[Offer], sections: Sections) -> Sel
 
 def _check_kind(tracker: object, where: str) -> None:
     if not isinstance(tracker, (Tracker, GeneralTracker)):
-        raise TypeError(
-            f"{where} gives a {type(tracker).__name__}, expected trackers: names of installed ones, 'all', or accel_core.Tracker objects."
-        )
+        wanted = "trackers: names of installed ones, 'all', or accel_core.Tracker objects"
+        raise TypeError(f"{where} gives a {type(tracker).__name__}, expected {wanted}.")
     if not name_of(tracker):
         raise TypeError(f"{type(tracker).__name__} has no name. Give its class the attribute name = '...'.")
 
@@ -122,9 +118,8 @@ def _check_names(chosen: Chosen) -> None:
     twice = {name for name in chosen.names if chosen.names.count(name) > 1}
     if twice:
         kinds = [type(each.component).__name__ for each in chosen.selected if name_of(each.component) in twice]
-        raise ValueError(
-            f"log_with has {' and '.join(kinds)}, which go by the name {min(twice)!r}. Give one another name."
-        )
+        what = f"log_with has {' and '.join(kinds)}, which go by the name {min(twice)!r}."
+        raise ValueError(f"{what} Give one another name.")
 
 
 def known_names(chosen: Chosen) -> list[str]:

@@ -139,9 +139,7 @@ class GeneralTracker:
         known = {*dir(type(self)), *vars(self)}
         missing = [name for name in ("name", "requires_logging_directory", "tracker") if name not in known]
         if missing:
-            raise NotImplementedError(
-                f"{type(self).__name__} lacks {', '.join(missing)}: add them as attributes of the class."
-            )
+            raise NotImplementedError(f"{type(self).__name__} lacks {', '.join(missing)}: add them to the class.")
 
     def start(self) -> None:
         """Opens the run. Called once, before everything else."""
