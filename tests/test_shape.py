@@ -241,6 +241,12 @@ def test_the_accelerator_is_a_list_of_its_parts():
     assert len(accelerator.splitlines()) <= 600
 
 
+def test_the_core_is_minimal():
+    """What it does beyond this belongs into a package of its own, or is not needed."""
+    sources = (PACKAGES["core"] / "src").rglob("*.py")
+    assert sum(len(path.read_text(encoding="utf-8").splitlines()) for path in sources) <= 14_000
+
+
 def test_circles_are_found():
     assert circles_of({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == [["b", "c"]]
     assert circles_of({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []

@@ -133,7 +133,7 @@ class Accelerator(CheckpointMethods, RecordingMethods, LoopMethods, CollectiveMe
     ) -> None:
         given, older = dict(locals()), dict(older_names)
         chosen = chosen_strategy(strategy, older)
-        given |= {"strategy": chosen.active, **renamed(older)}
+        given |= {"strategy": chosen.active, **renamed(older, given)}
         refuse_unknown(type(self), older)
         self.device_placement = flag("device_placement", device_placement, "", True).value
         warn_of_unread()

@@ -58,7 +58,7 @@ def test_a_loop_warns_once_and_each_line_for_itself() -> None:
 
 def test_a_warning_out_of_the_library_points_at_the_line_that_called_it() -> None:
     def user() -> Any:
-        return renamed({"kwarg_handler": [AutocastKwargs()]})
+        return renamed({"kwarg_handler": [AutocastKwargs()]}, {"kwargs_handlers": None})
 
     with pytest.warns(FutureWarning, match="kwarg_handler is an older spelling.*Write kwargs_handlers") as record:
         assert user() == {"kwargs_handlers": [AutocastKwargs()]}
@@ -68,8 +68,16 @@ def test_a_warning_out_of_the_library_points_at_the_line_that_called_it() -> Non
 
 def test_an_argument_that_has_only_its_own_spelling_is_as_it_was_given() -> None:
     older: dict[str, object] = {"fsdp_plugin": 1}
-    assert renamed(older) == {}
+    assert renamed(older, {}) == {}
     assert older == {"fsdp_plugin": 1}
+
+
+def test_both_spellings_at_once_are_refused() -> None:
+    with (
+        pytest.warns(FutureWarning, match="step_with_optimizer is an older spelling"),
+        pytest.raises(ValueError, match="step_with_optimizer and step_scheduler_with_optimizer were both given"),
+    ):
+        Accelerator(cpu=True, step_with_optimizer=True, step_scheduler_with_optimizer=False)
 
 
 def test_a_plugin_argument_is_taken_out_and_stands_for_the_strategy() -> None:

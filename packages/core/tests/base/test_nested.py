@@ -144,6 +144,18 @@ def test_mappings_keep_what_they_carry_beside_their_items() -> None:
     assert type(map_tensors(torch.ones_like, MappingProxyType({"a": torch.zeros(1)}))) is MappingProxyType
 
 
+def test_a_tree_with_the_same_leaves_has_containers_of_its_own() -> None:
+    """Loops take their batches apart."""
+    tree = {"labels": [1, 2], "x": {"y": torch.zeros(1)}, "n": (3, [4])}
+    leaves, rebuild = flatten(tree)
+    for new in (rebuild(leaves), map_tensors(lambda tensor: tensor, tree)):
+        assert new["labels"] == [1, 2]
+        assert new is not tree
+        assert new["labels"] is not tree["labels"]
+        assert new["x"] is not tree["x"]
+        assert new["n"][1] is not tree["n"][1]
+
+
 def test_paths_read_as_one_would_type_them() -> None:
     tree = {"labels": [1, 2], "at": Point(3, (4,))}
     assert paths(tree, "batch") == ["batch['labels'][0]", "batch['labels'][1]", "batch['at'].x", "batch['at'].y[0]"]

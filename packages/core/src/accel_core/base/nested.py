@@ -54,12 +54,9 @@ def map_tensors(function: Callable[[torch.Tensor], Any], tree: Tree) -> Tree:
 
 
 def map_leaves(function: Callable[[Any], Any], tree: Tree) -> Tree:
-    """A tree like `tree`, with `function` applied to every leaf; containers in which that changes nothing stay the objects."""
+    """A tree like `tree` in new containers, with `function` applied to every leaf."""
     children = _children(tree)
-    if children is None:
-        return function(tree)
-    new = [map_leaves(function, child) for child in children]
-    return tree if all(map(operator.is_, new, children)) else rebuilt(tree, new)
+    return function(tree) if children is None else rebuilt(tree, [map_leaves(function, child) for child in children])
 
 
 def rebuilt(container: Tree, children: list[Any]) -> Tree:
@@ -124,13 +121,17 @@ def to_device(tree: Tree, device: torch.device, non_blocking: bool = False) -> T
             pass
     elif kind is torch.Tensor:
         return tree if tree.device == device else tree.to(device, non_blocking=non_blocking)
+    return _moved(tree, device, non_blocking)
 
-    def moved(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            return leaf.to(device, non_blocking=non_blocking)
-        return leaf.to(device) if callable(getattr(leaf, "to", None)) and not isinstance(leaf, type) else leaf
 
-    return map_leaves(moved, tree)
+def _moved(tree: Tree, device: torch.device, non_blocking: bool) -> Tree:
+    children = _children(tree)
+    if children is not None:
+        new = [_moved(child, device, non_blocking) for child in children]
+        return tree if all(map(operator.is_, new, children)) else rebuilt(tree, new)
+    if isinstance(tree, torch.Tensor):
+        return tree.to(device, non_blocking=non_blocking)
+    return tree.to(device) if callable(getattr(tree, "to", None)) and not isinstance(tree, type) else tree
 
 
 def _flat_tensors(tree: Tree) -> list[torch.Tensor] | None:

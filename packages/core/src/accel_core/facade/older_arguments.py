@@ -23,12 +23,19 @@ OLDER_ARGUMENTS = (
 """Arguments of the Accelerator that have an older spelling."""
 
 
-def renamed(older: dict[str, object]) -> dict[str, Any]:
-    """The arguments that `older` has under an older spelling, by their names; they are taken out, with a warning."""
+def renamed(older: dict[str, object], given: Mapping[str, object]) -> dict[str, Any]:
+    """The arguments that `older` has under an older spelling, by their names; they are taken out, with a warning.
+
+    Raises `ValueError` for one that is in `given` too, with another value than its default.
+    """
     found = {}
     for spelling in OLDER_ARGUMENTS:
         if spelling.old in older:
             spelling.warn()
+            if given.get(spelling.new) not in (None, True):
+                raise ValueError(
+                    f"{spelling.old} and {spelling.new} were both given, and are one argument. Leave {spelling.old} out."
+                )
             found[spelling.new] = older.pop(spelling.old)
     return found
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -102,12 +102,17 @@ class WindowLoop:
 
     def _evened(self, micro_batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
         """Equally many micro-batches on every rank, and whether each counts. A collective."""
-        given = list(micro_batches)
-        lengths = gather(torch.tensor([len(given)]), self._world).tolist()
+        if isinstance(micro_batches, Sequence):
+            count = len(micro_batches)
+            own: Iterator[Any] = map(micro_batches.__getitem__, range(count))
+        else:
+            given = list(micro_batches)
+            count, own = len(given), _let_go(given)
+        lengths = gather(torch.tensor([count]), self._world).tolist()
         if not all(lengths):
             lacking = [str(rank) for rank, length in enumerate(lengths) if not length]
             raise ValueError(f"{_EMPTY} Ranks without: {', '.join(lacking)}.")
-        return _filled(given, max(lengths) - len(given))
+        return _filled(own, max(lengths) - count)
 
     def _total(self, parts: list[Part]) -> tuple[float, float]:
         # Collected on the host at once, so that a device is waited for once in a window.
@@ -116,12 +121,17 @@ class WindowLoop:
         return loss, weight
 
 
-def _filled(batches: list[Any], missing: int) -> Iterator[tuple[Any, bool]]:
-    """Micro-batches, each forgotten when it is due, the last of which comes again so many times; and whether each counts."""
+def _let_go(batches: list[Any]) -> Iterator[Any]:
+    """The elements of a list, each of which is forgotten when it is due."""
     batches.reverse()
-    batch = None
     while batches:
-        batch = batches.pop()
+        yield batches.pop()
+
+
+def _filled(batches: Iterable[Any], missing: int) -> Iterator[tuple[Any, bool]]:
+    """Micro-batches, the last of which comes again so many times; and whether each counts."""
+    batch = None
+    for batch in batches:
         yield batch, True
     for _ in range(missing):
         yield batch, False
