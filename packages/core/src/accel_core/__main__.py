@@ -1,4 +1,4 @@
-"""`python -m accel_core`: `plugins`, what is installed and whether it works; `checkpoint`, what a checkpoint holds."""
+"""`python -m accel_core`: installed `plugins` and their state; contents of a `checkpoint`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from accel_core.plugins.offers import find_default, list_offers
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns the exit status. A command that does not exist exits with status 2."""
+    """Runs the command line and returns the exit status, 2 for a command that does not exist."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] == ["checkpoint"]:
         try:

@@ -1,4 +1,4 @@
-"""The object that the user holds. Every public name is a few lines that delegate to the part that does the work."""
+"""The object that the user holds. Every public name delegates to the part that does the work."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ class Accelerator(CheckpointMethods, RecordingMethods, LoopMethods, CollectiveMe
         return self._parts.explain()
 
     def end_training(self, *, failed: bool | None = None) -> None:
-        """Ends the run: listeners and trackers finish, and the process group ends if it was started here and nobody else uses it.
+        """Ends the run: listeners, trackers, and a process group started here that no other uses.
 
         Collective; an asynchronous save is waited for, and signals do again what they did before.
         It may be repeated, and a script that does not call it ends cleanly too. `failed`: whether

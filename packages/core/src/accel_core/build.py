@@ -1,4 +1,4 @@
-"""From the arguments of the Accelerator to the parts that it works with, in the order in which they are made."""
+"""The parts of an Accelerator, made from its arguments in order."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ Handlers = Mapping[type[KwargsHandler], Any]
 
 
 class Choice(NamedTuple):
-    """A role, the component that fills it, and where the choice came from: "argument", a variable, or "default"."""
+    """A role, its component, and who chose it: "argument", a variable, or "default"."""
 
     role: str
     selected: Selected
@@ -95,7 +95,7 @@ class Assembly(NamedTuple):
 
 
 def assemble(given: Mapping[str, Any]) -> Assembly:
-    """Makes every part from the constructor's arguments by name, or raises; nothing is left running but the process group."""
+    """Makes every part from the arguments by name, or raises, leaving only the process group."""
     handlers, sections = _by_class(as_sequence("kwargs_handlers", given["kwargs_handlers"] or ())), Sections()
     asked = _Asked(given, handlers, list_offers(), sections)
     project_dir = asked.option("project_dir")
@@ -150,7 +150,7 @@ def assemble(given: Mapping[str, Any]) -> Assembly:
 
 
 class _Asked(NamedTuple):
-    """What was asked for: arguments by name, None where one was not given; option objects; and what was said outside of the code."""
+    """The request: arguments by name (None: not given), option objects, and outside options."""
 
     given: Mapping[str, Any]
     handlers: Handlers
@@ -173,7 +173,7 @@ class _Asked(NamedTuple):
         return plugin, Option(plugin.num_steps, "argument")
 
     def component(self, argument: str, group: Group, base: type, default: str) -> Choice:
-        """The strategy or precision, made with the options of its handler, or those given outside of the code."""
+        """The strategy or precision, with the options of its handler, or those given outside."""
         option = self.option(argument, default)
         choice = option.value.value if isinstance(option.value, Enum) else option.value
         by_name = isinstance(choice, str)
@@ -194,7 +194,7 @@ class _Asked(NamedTuple):
         return Choice(NOUNS[group], selected, option.source)
 
     def _options(self, choice: object, group: Group, handler: KwargsHandler | None) -> dict[str, Any]:
-        """The options for what is chosen by name: those of `handler`, which is complete, or those given outside of the code."""
+        """Options for a choice by name: of `handler`, which is complete, or those given outside."""
         if not isinstance(choice, str):
             self.sections.refuse_beside_object(choice, [offer for offer in self.offers if offer.group == group])
             return {}
@@ -206,7 +206,7 @@ class _Asked(NamedTuple):
         return self.sections.take(offer.name, offer.load, elsewhere)
 
     def loader(self) -> tuple[tuple[Choice, ...], Mapping[str, Option[Any]]]:
-        """The loader component, none where nothing was asked for and the default name is not installed; and its options."""
+        """The loader component, if asked for or installed as the default, and its options."""
         config, group = self.given["dataloader_config"], "accel.loaders"
         options = resolve_options({name: self.given.get(name) for name in LOADER_OPTIONS}, config)
         passed_on = {name: option.value for name, option in options.items() if option.source != "default"}
@@ -224,7 +224,7 @@ class _Asked(NamedTuple):
         return (Choice("loader", selected, choice.source),), in_use
 
     def world(self, cpu: bool) -> World:
-        """The world of this process. What was said outside of the code for its process group is read where that is started."""
+        """The world of this process; outside options of its process group are read at its start."""
         handler = self.handlers.get(InitProcessGroupKwargs)
         if handler is not None:
             self.sections.refuse_beside("process_group", "kwargs_handlers=[InitProcessGroupKwargs(...)]")
@@ -234,7 +234,7 @@ class _Asked(NamedTuple):
         return world
 
     def trackers(self) -> tuple[list[Choice], list[str], Callable[[World, ProjectConfiguration], Recorder] | None]:
-        """The trackers, their names, and what makes the recorder; None where nothing is to be recorded."""
+        """The trackers, their names, and what makes the recorder, None if nothing is recorded."""
         rules, asked = self.handlers.get(TrackingKwargs), self.option("log_with", (), as_list)
         if rules is not None:
             self.sections.refuse_beside("tracking", "kwargs_handlers=[TrackingKwargs(...)]")
@@ -274,7 +274,7 @@ def _warn_of_idle(
 
 
 def _check_checkpoints(activation: Activation) -> None:
-    """One format saves and loads: what another one wrote it could not read, and its failures nobody would hear of."""
+    """Raises unless one owner saves, loads and waits: it alone can read its checkpoints."""
     owners = {hook: activation.owners[hook] for hook in CHECKPOINT_HOOKS}
     saves, loads, waits = owners.values()
     if saves is not loads or (waits is not None and waits is not saves):

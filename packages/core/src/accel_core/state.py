@@ -47,12 +47,12 @@ class _State(ProcessControl):
 
     @property
     def default_device(self) -> torch.device:
-        """The type of device that this machine offers, the CPU if it has no accelerator; `cpu=True` has no part in it."""
+        """This machine's accelerator type, the CPU if it has none; `cpu=True` has no effect."""
         return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
     @property
     def backend(self) -> str | None:
-        """The backend on `device`, such as "gloo"; None in a world of one; `WorldError` after its end."""
+        """The backend on `device`, such as "gloo"; None for one process; `WorldError` if ended."""
         group = self._world.group
         if group is None:
             return None
@@ -60,12 +60,12 @@ class _State(ProcessControl):
         return by_device.get(self.device.type)
 
     def set_device(self) -> None:
-        """Makes `device` the current one of this thread. In the thread that made the world it is already."""
+        """Makes `device` this thread's current one, as it is in the thread that made the world."""
         if self.device.type != "cpu":
             torch.accelerator.set_device_index(self.device)
 
     def destroy_process_group(self) -> None:
-        """Ends the process group. Collective; twice is once. Raises `WorldError` for a foreign one."""
+        """Ends the process group, once. Collective. Raises `WorldError` for a foreign one."""
         if self._world.source == "running group":
             what = "destroy_process_group() was called, but the process group was not started by accel_core."
             raise WorldError(f"{what} Call torch.distributed.destroy_process_group() where it was started, at the end.")
@@ -91,7 +91,7 @@ class _State(ProcessControl):
 
 
 class PartialState(_State):
-    """The processes of a run, without an Accelerator: who is who, who goes first, and who does what.
+    """Processes of a run, without an Accelerator: who is who, who goes first, and who does what.
 
         state = PartialState()
         with state.main_process_first():
@@ -116,7 +116,7 @@ class PartialState(_State):
 
     @classmethod
     def of(cls, world: World) -> PartialState:
-        """That of a world which exists already. It does not keep the world's process group running."""
+        """The state of an existing world, whose process group it does not keep running."""
         state = object.__new__(cls)
         state._take(world)
         return state
@@ -135,7 +135,7 @@ class PartialState(_State):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class AcceleratorState(_State):
-    """A read-only view of an Accelerator's set-up, as `accelerator.state`; printing it shows one fact a line.
+    """A read-only view of an Accelerator's set-up, `accelerator.state`; prints one fact a line.
 
     Besides what `PartialState` has: the precision and the strategies. For a strategy named `x`,
     `x_plugin` is the object (None where another strategy is in use), `x_plugins` all that were
@@ -160,7 +160,7 @@ class AcceleratorState(_State):
 
     @property
     def distributed_type(self) -> DistributedType:
-        """The word that the strategy in use declares for this device; where it declares none, its name."""
+        """The word that the strategy in use declares for this device, else its name."""
         return self._word(self.strategy.distributed_type or offered_name(type(self.strategy)) or self._name)
 
     @property

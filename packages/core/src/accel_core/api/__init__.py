@@ -1,4 +1,4 @@
-"""The door for plugins: what a package beside the core may import, by what it is for. Version promises are about these names.
+"""Names that a plugin may import, by what they are for. Version promises are about these names.
 
     component     what components of every kind may use
     strategy      one way to distribute

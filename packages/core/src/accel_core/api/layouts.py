@@ -1,4 +1,4 @@
-"""Layouts of state on ranks, for the hooks `model_state`, `optimizer_state` and `gradient_state`."""
+"""Layouts of state on ranks: hooks `model_state`, `optimizer_state` and `gradient_state`."""
 
 from accel_core.contract.tensor_layouts import (
     Alias,

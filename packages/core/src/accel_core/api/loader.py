@@ -1,4 +1,4 @@
-"""Names for loaders beside `accel_core.Feed`, `Rows` and `Shard`: copies that read another source."""
+"""Names for loaders beside `accel_core.Feed`, `Rows`, `Shard`: copies that read another source."""
 
 from accel_core.contract.loader_progress import Positions, SampleIds, sample_ids
 from accel_core.loading.index_source import (

@@ -1,4 +1,4 @@
-"""Names for precisions beside `accel_core.Precision` and `PrecisionPolicy`: gradients to unscale."""
+"""Names for precisions beside `accel_core.Precision`, `PrecisionPolicy`: gradients to unscale."""
 
 from accel_core.loop.gradients import Gradients
 from accel_core.loop.optimizer_gate import held_by

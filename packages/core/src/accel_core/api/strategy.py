@@ -1,4 +1,4 @@
-"""Names for strategies beside `accel_core.Strategy`: calls, compiling, steps, replaced parameters."""
+"""Names for strategies beside `accel_core.Strategy`: calls, compiling, steps, new parameters."""
 
 from accel_core.contract.precision_policy import cast_parameters, override_calls
 from accel_core.facade.older_arguments import chosen_strategy

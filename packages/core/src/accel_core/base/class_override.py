@@ -1,4 +1,4 @@
-"""Giving one object a subclass of its own class, in place, which keeps the name and module of the original.
+"""Giving an object a subclass of its own class, in place, with the original's name and module.
 
 A method that is replaced on an instance is bypassed by compilation and scripting, makes a deep copy
 run the original's weights, and appears in `state_dict`s. A subclass does not; copies and pickles
@@ -13,10 +13,10 @@ T = TypeVar("T")
 
 
 class ClassOverride:
-    """Base of the overrides: a mixin before the original class. No subclass declares `__slots__`, which would bar the change."""
+    """Base of the overrides: a mixin before the original class. Subclasses have no `__slots__`."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """One that is not overridden: `type(obj)(...)`, as in `sequential[:2]`, is nobody's prepared object."""
+        """An object that is not overridden: `type(obj)(...)`, as in `sequential[:2]`."""
         return cls.__bases__[1](*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -27,14 +27,14 @@ class ClassOverride:
 
 
 def override_class(obj: T, overrides: type[ClassOverride]) -> T:
-    """Puts `overrides` before the class of `obj`, in place; an object that has them already is left alone."""
+    """Puts `overrides` before the class of `obj`, in place, unless they are there already."""
     if not isinstance(obj, overrides):
         obj.__class__ = overridden_class(type(obj), overrides)
     return obj
 
 
 def restore_class(obj: T, overrides: type[ClassOverride]) -> T:
-    """Takes `overrides` away from `obj`, in place; others stay. Raises `TypeError` inside somebody's own class."""
+    """Takes `overrides` from `obj`, in place. Raises `TypeError` inside somebody's own class."""
     if isinstance(obj, overrides):
         obj.__class__ = _without(type(obj), overrides)
     return obj
@@ -51,7 +51,7 @@ def _without(dressed: type, overrides: type[ClassOverride]) -> type:
 
 
 def overridden_class(original: type, overrides: type) -> type:
-    """The subclass of `overrides` and `original` that passes for `original`; made once, as long as it is in use."""
+    """The subclass of `overrides` and `original` that passes for `original`; one while in use."""
     bases = (overrides, original)
     subclasses: list[type] = type.__subclasses__(original)
     for known in subclasses:

@@ -1,4 +1,4 @@
-"""Older spellings of names: they work, with one warning, until the version that no longer has them. A test reads them here."""
+"""Older spellings of names, which work, with one warning, until a version drops them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _NOT_THE_USERS = ("accel_", "contextlib.", "enum.", "functools.")
 
 
 class Deprecation(NamedTuple):
-    """An older spelling: how it was written, how it is written now, and the first version without it."""
+    """An older spelling: the old text, the new one, and the first version without the old."""
 
     old: str
     new: str
     removed_in: str
 
     def warn(self) -> None:
-        """Warns at the line of the caller outside of the library: a `FutureWarning`, which Python shows in every module."""
+        """Warns at the caller outside of the library: a `FutureWarning`, always shown by Python."""
         warnings.warn(
             f"{self.old} is an older spelling, which version {self.removed_in} no longer takes. Write {self.new}.",
             FutureWarning,

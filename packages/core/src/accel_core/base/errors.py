@@ -1,4 +1,4 @@
-"""The exceptions beside `ValueError` and `TypeError`. A message says what was asked, what was found, what to type next."""
+"""The exceptions beside `ValueError` and `TypeError`; messages say what to type next."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ class NotInstalledError(PluginError, ImportError):
 
 
 class CollectiveMismatchError(RuntimeError):
-    """The ranks called a collective with arguments that do not fit together; raised on every rank."""
+    """Ranks called a collective with arguments that do not fit; raised on every rank."""
 
 
 class WorldError(RuntimeError):
-    """The launch environment, the devices or the process group cannot give the world that was asked for."""
+    """The launch environment, devices or process group cannot give the world asked for."""
 
 
 class CheckpointError(RuntimeError):
-    """State cannot be saved as it is, or a checkpoint cannot be loaded: it is none, is damaged, or is of something else."""
+    """State cannot be saved, or a checkpoint cannot be loaded: damaged, or of something else."""
 
 
 class TrackerError(RuntimeError):
@@ -28,4 +28,4 @@ class TrackerError(RuntimeError):
 
 
 class RecordRefusedError(ValueError):
-    """A tracker's service cannot hold a record. That record is left out, which is said, and the tracker goes on."""
+    """A tracker's service cannot hold a record: it is reported, left out, and the rest goes on."""

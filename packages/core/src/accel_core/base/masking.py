@@ -1,4 +1,4 @@
-"""Secrets in what is printed or recorded: hidden where a name speaks of a key, a token, a password or the like.
+"""Secrets in what is printed or recorded: hidden under names of keys, tokens, passwords, ….
 
 Numbers are hidden only where a name ends so, and truth values never: `max_tokens` is an option.
 """
@@ -19,7 +19,7 @@ _LOGIN = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 
 def masked(name: object, value: Any) -> Any:
-    """A value as it may be shown: hidden if its name says that it is secret, else without the secrets inside of it."""
+    """A value to be shown, hidden if its name says it is secret, else without secrets inside."""
     plain = _CAMEL.sub("_", str(name)).lower()
     if _SAYS.search(plain) and value is not None and not isinstance(value, (bool, float)):
         is_number = isinstance(value, int) or (isinstance(value, str) and value.isdecimal())
@@ -29,7 +29,7 @@ def masked(name: object, value: Any) -> Any:
 
 
 def without_secrets(content: Any) -> Any:
-    """The data, with values under secret names hidden at every depth, and logins in addresses too."""
+    """The data with values under secret names hidden at every depth, and logins in addresses."""
     if isinstance(content, Mapping):
         return {key: masked(key, value) for key, value in content.items()}
     if isinstance(content, (list, tuple)):
@@ -38,7 +38,7 @@ def without_secrets(content: Any) -> Any:
 
 
 def masked_words(words: Iterable[str]) -> list[str]:
-    """A command line: `--api-key=…`, `--api-key …` and `service.api_key=…` without what stands there."""
+    """A command line without the values of `--api-key=…`, `--api-key …`, `service.api_key=…`."""
     shown, flag = [], ""
     for word in words:
         name, equals, value = word.partition("=")

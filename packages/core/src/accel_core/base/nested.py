@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def flatten(tree: Tree) -> tuple[list[Any], Callable[[list[Any]], Tree]]:
-    """The leaves of a tree, in order, and a function that gives a tree like it with as many others."""
+    """The leaves of a tree, in order, and a function that makes such a tree of other leaves."""
     return flatten_with_shape(tree)[0], partial(unflatten, tree)
 
 
@@ -49,7 +49,7 @@ def unflatten(tree: T, leaves: list[Any]) -> T:
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], tree: Tree) -> Tree:
-    """A tree like `tree`, with `function` applied to every tensor; other leaves are passed on as they are."""
+    """A tree like `tree`, with `function` applied to every tensor; other leaves stay."""
     return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
@@ -60,7 +60,7 @@ def map_leaves(function: Callable[[Any], Any], tree: Tree) -> Tree:
 
 
 def rebuilt(container: Tree, children: list[Any]) -> Tree:
-    """A container like this one, with as many other children; mappings keep their keys, and their attributes where it can be.
+    """A container like this one, of other children; mappings keep keys, and attributes if possible.
 
     A dataclass is made anew, for its attributes mirror its items. Dicts and `UserDict`s are copied
     and filled, which keeps the factory of a `defaultdict`; other mappings, whose copies may share
@@ -95,7 +95,7 @@ def paths(tree: Tree, name: str = "") -> list[str]:
 
 
 def outline(tree: Tree) -> str:
-    """The containers and keys of a tree, without its leaves: `dict('logits': *, 'extra': list(*, *))`."""
+    """Containers and keys of a tree without leaves: `dict('logits': *, 'extra': list(*, *))`."""
     children = _children(tree)
     if children is None:
         return "*"
@@ -104,10 +104,10 @@ def outline(tree: Tree) -> str:
 
 
 def to_device(tree: Tree, device: torch.device, non_blocking: bool = False) -> Tree:
-    """Puts every tensor of a tree on a device; the same object comes back if all of them are there already.
+    """Puts every tensor of a tree on a device; returns the same object if all are there already.
 
     Other leaves are moved by their `to` method, if they have one. With its index (`cuda:0`), it is
-    cheap to see that a tensor is there. `non_blocking`: copies out of pinned memory are not awaited.
+    cheap to see that a tensor is there. `non_blocking`: copies of pinned memory are not awaited.
     """
     kind = type(tree)
     if kind is dict or kind is tuple or kind is list:
@@ -135,7 +135,7 @@ def _moved(tree: Tree, device: torch.device, non_blocking: bool) -> Tree:
 
 
 def _flat_tensors(tree: Tree) -> list[torch.Tensor] | None:
-    """The leaves of one tensor, or of one flat tuple, list or dict of tensors; None for everything else. Hot."""
+    """The leaves of a tensor, or of a flat tuple, list or dict of tensors; else None. Hot."""
     kind = type(tree)
     if kind is torch.Tensor:
         return [tree]

@@ -1,4 +1,4 @@
-"""Names that no other file of the core has: data that completes messages and serves older names. Nothing branches on it."""
+"""Names for messages and older spellings, as data; nothing branches on it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 class Word(str, Enum):
-    """A word of a closed list: a text, also where it is printed or formatted, whatever the version of Python."""
+    """A word of a closed list: a text, also printed or formatted, in every version of Python."""
 
     def __str__(self) -> str:
         return str(self.value)
 
 
 class LoggerType(Word):
-    """The usual names for `Accelerator(log_with=...)`; `ALL` stands for every tracker that is installed."""
+    """The usual names for `Accelerator(log_with=...)`; `ALL` is every installed tracker."""
 
     ALL, AIM, CLEARML, COMETML, DVCLIVE, JSONL = "all", "aim", "clearml", "comet_ml", "dvclive", "jsonl"
     MLFLOW, SWANLAB, TENSORBOARD, TRACKIO, WANDB = "mlflow", "swanlab", "tensorboard", "trackio", "wandb"
@@ -64,7 +64,7 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
 
 
 class OlderArguments(TypedDict, total=False):
-    """Older arguments of the Accelerator, for type checkers. (A third party's `<name>_plugin` they do not know.)"""
+    """Older arguments of the Accelerator, for type checkers; no `<name>_plugin` of others."""
 
     deepspeed_plugin: Strategy | Mapping[str, Strategy] | None
     deepspeed_plugins: Strategy | Mapping[str, Strategy] | None
@@ -86,20 +86,20 @@ OUT_OF_MEMORY_MESSAGES: tuple[str, ...] = (
 
 
 class RNGType(Word):
-    """Random streams that ranks can share: torch's global ones on the CPU and devices, and the `GENERATOR`s of samplers."""
+    """Random streams that ranks can share: torch's global ones, samplers' `GENERATOR`s."""
 
     TORCH, CUDA, GENERATOR, HPU, MLU, MPS = "torch", "cuda", "generator", "hpu", "mlu", "mps"
     MUSA, NPU, SDAA, XLA, XPU = "musa", "npu", "sdaa", "xla", "xpu"
 
 
 class PrecisionType(Word):
-    """The usual names for `Accelerator(mixed_precision=...)`; any installed precision may be named by its text."""
+    """The usual names for `Accelerator(mixed_precision=...)`; others are given as text."""
 
     NO, FP8, FP16, BF16 = "no", "fp8", "fp16", "bf16"
 
 
 class DynamoBackend(Word):
-    """Backends for `Accelerator(dynamo_backend=...)`, as `torch.compile` spells them, in either case; some have to be installed."""
+    """Backends for `Accelerator(dynamo_backend=...)`: names of `torch.compile`, in either case."""
 
     NO, EAGER, AOT_EAGER, INDUCTOR, AOT_TS_NVFUSER = "no", "eager", "aot_eager", "inductor", "aot_ts_nvfuser"
     NVPRIMS_NVFUSER, CUDAGRAPHS, OFI, FX2TRT, ONNXRT = "nvprims_nvfuser", "cudagraphs", "ofi", "fx2trt", "onnxrt"
@@ -128,7 +128,7 @@ class _Tpu:
 
 
 class DistributedType(Word):
-    """The kind of distributed training: the value of `accelerator.distributed_type`, which a strategy declares.
+    """The kind of distributed training, which a strategy declares: `accelerator.distributed_type`.
 
     So any text is a value, and equal to that text: compare with `==`, and not with `is`.
     """
@@ -150,7 +150,7 @@ class DistributedType(Word):
         return word
 
     def __reduce_ex__(self, _: object) -> tuple[type[DistributedType], tuple[str]]:
-        """By value in every version of Python: some pickle members by name, which only those of the list have."""
+        """By value in every Python: some pickle by name, which only members of the list have."""
         return type(self), (str(self.value),)
 
 

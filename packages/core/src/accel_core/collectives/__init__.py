@@ -1,1 +1,1 @@
-"""Collectives over a `World`: values, objects, decisions and random streams that the ranks share."""
+"""Collectives over a `World`: values, objects, decisions and random streams of all ranks."""

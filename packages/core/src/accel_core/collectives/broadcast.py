@@ -1,4 +1,4 @@
-"""Tensors of one rank for all: small trees in one exchange, large ones compared first, and then broadcast."""
+"""Tensors of one rank for all: small trees in one exchange, large ones compared, then sent."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def broadcast(tree: T, world: World, source: int = 0, group: dist.ProcessGroup |
 
 
 def broadcast_from(channel: Channel, call: str, tree: T, source: int) -> T:
-    """Gives every rank the tensors of `source` over a channel; `call` names the source if that varies."""
+    """Gives every rank the tensors of `source`; `call` names the source if that varies."""
     leaves, shape = flatten_with_shape(tree)
     if bytes_of(leaves) * channel.size > SMALL_BROADCAST:
         received = _large(channel, call, tree, leaves, shape, source)
@@ -59,7 +59,7 @@ def broadcast_from(channel: Channel, call: str, tree: T, source: int) -> T:
 def _large(
     channel: Channel, call: str, tree: Tree, leaves: list[Any], shape: Hashable, source: int
 ) -> list[torch.Tensor]:
-    """Compares headers, then broadcasts the bytes, which backends can move whatever the dtype is."""
+    """Compares headers, then broadcasts bytes, which backends move whatever the dtype is."""
     letter = letter_for(channel, call, tree, leaves, shape, header_only)
     try:
         received = [torch.empty(leaf.shape, dtype=leaf.dtype, device=channel.device) for leaf in leaves]
@@ -80,7 +80,7 @@ def _large(
 
 
 def _parcels(contents: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Puts what is small together, in order, up to `PARCEL` bytes. What is empty needs no sending."""
+    """Puts small contents together, in order, up to `PARCEL` bytes; empty ones are not sent."""
     together: list[torch.Tensor] = []
     size = 0
     for content in contents:

@@ -34,7 +34,7 @@ def everywhere(world: World, step: str, work: Callable[[], T]) -> list[T]:
 
 
 def exchange(world: World, step: str, value: T, failure: Exception | None = None) -> list[T]:
-    """The values of all ranks, pickled, in rank order, if they came for the same step. A collective.
+    """The values of all ranks, pickled, in rank order, if all came for one step. A collective.
 
     Else all raise `CollectiveMismatchError`, with the failures that made ranks come here.
     """
@@ -54,14 +54,14 @@ def exchange(world: World, step: str, value: T, failure: Exception | None = None
 
 
 def on_each_rank(world: World, step: str, work: Callable[[], T]) -> T:
-    """What `work` returns on this rank, which need not be picklable; if it raises on one, all raise. A collective."""
+    """The result of `work` on this rank, not pickled; if one raises, all do. A collective."""
     kept: list[T] = []
     everywhere(world, step, lambda: kept.append(work()))
     return kept[0]
 
 
 def on_main_rank(world: World, work: Callable[[], T]) -> T:
-    """Does some work on the main process and gives every rank its result, or its error. A collective."""
+    """Works on the main process; gives every rank the result, or the error. A collective."""
     if world.size == 1:
         return work()
     result, failure = _tried(work) if world.is_main else (None, None)
@@ -81,7 +81,7 @@ def _tried(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def portable(error: Exception | None) -> Exception | None:
-    """An error that can be unpickled anywhere, with the line at which it occurred unless it is ours."""
+    """An error that unpickles anywhere, with the line where it occurred unless it is ours."""
     if error is None or type(error) is CheckpointError:
         return error
     carried: Exception

@@ -1,4 +1,4 @@
-"""Gathering for metrics: padding is cut off before anything is sent, so every sample is counted once."""
+"""Gathering for metrics: padding is cut off before sending, so every sample counts once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _HOW = "Call gather_for_metrics once per batch, inside the loop over the prepare
 def gather_for_metrics(
     data: Tree, rows: Rows | None, world: World, group: ProcessGroup | None = None, use_gather_object: bool = False
 ) -> Tree:
-    """Gathers the results for one batch from all ranks, without the padding. A collective, exactly one.
+    """Gathers the results for one batch from all ranks, without padding. Exactly one collective.
 
     `data`: nested tensors, one row per sample (0-dim: one element per rank), or a list or tuple of
     objects. `rows` are from `Feed.current_rows()`; None gathers everything. Raises on every rank

@@ -1,4 +1,4 @@
-"""Python objects that ranks send each other, pickled; `accel_core.collectives.operations` says what errors are."""
+"""Python objects sent between ranks, pickled; errors: see `accel_core.collectives.operations`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 def gather_objects(objects: Sequence[Any], world: World, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """The lists of all ranks, concatenated in rank order: `accel_core.gather_object`. A collective."""
+    """Concatenates the ranks' lists in rank order: `accel_core.gather_object`. A collective."""
     channel = channel_of(world, group)
     if not isinstance(objects, (list, tuple)):
         text = f"gather_object({type(objects).__name__}): expected a list or a tuple, whose items are concatenated. Pass [value] for one item per rank."
@@ -52,7 +52,7 @@ def broadcast_object(obj: Any, world: World, source: int = 0, group: dist.Proces
 def broadcast_object_list(
     objects: MutableSequence[Any], world: World, source: int = 0, group: dist.ProcessGroup | None = None
 ) -> list[Any]:
-    """Replaces the items of every rank's list by those of one rank: `accel_core.broadcast_object_list`. A collective."""
+    """Replaces the items of lists by one rank's: `accel_core.broadcast_object_list`. Collective."""
     channel = channel_of(world, group)
     call = f"broadcast_object_list(from_process={source!r})"
     check_source(channel, call, source)
@@ -82,7 +82,7 @@ def _broadcast_object(channel: Channel, call: str, structure: str, obj: Any, sou
 
 
 def _letter_of_bytes(channel: Channel, call: str, structure: str, count: int, unsure: bool) -> Letter:
-    """Three tensors: how many bytes this rank has, those in this message, and a row without values, in the header, if unsure."""
+    """A letter of three tensors: the number of bytes, the bytes, and an empty row if unsure."""
     specs: list[Spec] = [(torch.int64, ()), (torch.uint8, ()), (torch.uint8, (0,))]
     key = (call, structure, count, unsure)
     return channel.letter(key, lambda: describe(call, structure), specs, [1, count, int(unsure)])
@@ -114,7 +114,7 @@ class _Pickler(pickle.Pickler):
     unsure = False  # whether it has met a class or function that another rank may lack
 
     def reducer_override(self, obj: Any) -> Any:
-        """Is asked about every object that is not of a simple built-in type, and about every class and function."""
+        """Called for every object of no simple built-in type, every class and every function."""
         module = str(getattr(obj, "__module__", None) or type(obj).__module__)
         if module.partition(".")[0] not in _EVERYWHERE:
             self.unsure = True
@@ -131,7 +131,7 @@ def _from_bytes(content: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...
 
 
 def _pickled(channel: Channel, obj: Any) -> tuple[bytearray, bool]:
-    """The pickle of an object, and whether another rank may fail to read it. A refusal if its methods raise."""
+    """The pickle of an object, and whether others may fail to read it. Refuses on errors."""
     stream = io.BytesIO()
     pickler = _Pickler(stream, pickle.HIGHEST_PROTOCOL)
     try:

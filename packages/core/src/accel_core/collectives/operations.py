@@ -41,7 +41,7 @@ def gather(tensor: T) -> T:
 
 
 def gather_object(object: Sequence[Any]) -> list[Any]:
-    """Concatenates the lists of all ranks, in rank order: `gather_object([value])` has one item per rank. Collective.
+    """Concatenates lists in rank order: `gather_object([value])` has one item per rank. Collective.
 
     Takes a list or tuple, of any length, of objects that can be pickled; tensors inside arrive on
     the CPU. `TypeError` on every rank for anything else. Where an object cannot be pickled, or
@@ -51,12 +51,12 @@ def gather_object(object: Sequence[Any]) -> list[Any]:
 
 
 def reduce(tensor: T, reduction: Reduction, scale: float = 1.0) -> T:
-    """Combines tensors over the ranks: "sum", "mean", "max", times `scale`; "none" returns `tensor`. Collective but for that.
+    """Combines tensors over ranks: "sum", "mean", "max", times `scale`. Collective, "none" is not.
 
     Takes a tree of one structure, and of the same shapes, on all ranks, and returns the same,
     detached, equal on all ranks. Dtypes stay, but booleans are counted as int64, and the mean of
     integers and booleans, or their product with a scale, has the default floating dtype.
-    `ValueError` on every rank for another reduction.
+    "none" returns `tensor`; another reduction raises `ValueError` on every rank.
     """
     return reduce_gather.reduce_tree(tensor, World.current(), reduction, scale)
 
@@ -73,7 +73,7 @@ def broadcast(tensor: T, from_process: int = 0) -> T:
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
-    """Replaces the items of every rank's list, in place, by those of one rank, and returns it. Collective.
+    """Replaces the items of every rank's list, in place, by one rank's; returns it. Collective.
 
     The lists have one length; the source's items can be pickled. `TypeError` on every rank for no
     list, `ValueError` for no such process, others as `gather_object`.
@@ -107,7 +107,7 @@ def synchronize_rng_state(rng_type: str | None = None, generator: torch.Generato
 
 
 def synchronize_rng_states(rng_types: Sequence[str], generator: torch.Generator | None = None) -> None:
-    """Sets random streams to the states that they have on rank 0. One collective; none in a world of one.
+    """Sets random streams to their states on rank 0. One collective; none in a world of one.
 
     `rng_types`: "torch" for torch's global stream on the CPU, a device type for that of the device,
     "generator" for `generator`, changed in place. What has no effect here warns. Raises on every

@@ -27,7 +27,7 @@ def pad_across_processes(
     pad_first: bool = False,
     group: ProcessGroup | None = None,
 ) -> T:
-    """Pads tensors to the largest size over the ranks: `accel_core.pad_across_processes`. A collective, exactly one."""
+    """Pads to the ranks' largest size: `accel_core.pad_across_processes`. One collective."""
     channel = channel_of(world, group)
     leaves, shape = flatten_with_shape(tree)
     try:
@@ -54,7 +54,7 @@ def pad_across_processes(
 
 
 def pad_input_tensors(tree: Tree, batch_size: int, num_processes: int, dim: int = 0) -> Tree:
-    """Repeats the last row of a batch until `num_processes` processes can share it evenly. Not a collective.
+    """Repeats a batch's last row until `num_processes` can share it evenly. No collective.
 
     `batch_size` is how many rows the batch has, in `dim`: tensors of another size there, and other
     leaves, stay. Returns the same structure, or `tree` itself if nothing is missing. `ValueError`
@@ -112,7 +112,7 @@ def _padded(leaf: torch.Tensor, largest: int, dim: int, pad_index: complex, pad_
 
 
 def _holds(value: complex, dtype: torch.dtype) -> bool:
-    """Whether a tensor filled with the value holds it, up to rounding; torch wraps, cuts and saturates some in silence."""
+    """Whether a tensor of the dtype holds the value, up to rounding; torch alters some silently."""
     try:
         kept = torch.full((), value, dtype=dtype).item()
     except (RuntimeError, OverflowError):

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def synchronize_random_states(rng_types: Sequence[str], generators: Sequence[torch.Generator], world: World) -> None:
-    """Sets streams to their states on rank 0. One collective; none in a world of one, or without streams."""
+    """Sets streams to their states on rank 0. One collective; none for one rank or no streams."""
     channel = channel_of(world, None)
     if channel is None:
         return

@@ -1,4 +1,4 @@
-"""Collectives over nested tensors: `accel_core.collectives.operations` says what goes in and comes out."""
+"""Collectives over nested tensors, as `accel_core.collectives.operations` describes them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 def gather(tree: T, world: World, group: dist.ProcessGroup | None = None) -> T:
-    """Concatenates the tensors of all ranks along dim 0, in rank order: `accel_core.gather`. A collective, exactly one."""
+    """Concatenates along dim 0 in rank order: `accel_core.gather`. Exactly one collective."""
     channel = channel_of(world, group)
     leaves, shape = flatten_with_shape(tree)
     if channel is None:
@@ -40,7 +40,7 @@ def gather(tree: T, world: World, group: dist.ProcessGroup | None = None) -> T:
 def reduce_tree(
     tree: T, world: World, reduction: Reduction = "sum", scale: float = 1.0, group: dist.ProcessGroup | None = None
 ) -> T:
-    """Combines tensors over the ranks: `accel_core.reduce`; the same on all, bit by bit. Collective but for "none"."""
+    """Combines tensors over ranks: `accel_core.reduce`; equal bitwise. Collective unless "none"."""
     if reduction == "none":
         return tree
     channel = channel_of(world, group)
@@ -75,7 +75,7 @@ def check_source(channel: Channel | None, call: str, source: object) -> None:
 
 
 def refuse(channel: Channel | None, error: Exception) -> NoReturn:
-    """Raises an error about this rank's arguments; on the other ranks too, if there are any. A collective."""
+    """Raises an error about this rank's arguments, on all other ranks too. A collective."""
     if channel is None:
         raise error
     channel.refuse(error)
@@ -87,7 +87,7 @@ def bytes_of(leaves: list[Any]) -> int:
 
 
 def alone(tree: T, leaves: list[torch.Tensor]) -> T:
-    """The result of `gather` in a group of one: `tree`, unless a leaf has no dimensions or requires a gradient."""
+    """`gather` in a group of one: `tree`, unless a leaf is 0-d or requires a gradient."""
     if all([leaf.ndim and not leaf.requires_grad for leaf in leaves]):
         return tree
     return unflatten(tree, [leaf.detach() if leaf.ndim else leaf.detach().reshape(1) for leaf in leaves])
@@ -109,7 +109,7 @@ def letter_for(
     measure: Callable[[torch.Tensor], Measured],
     stacked: bool = False,
 ) -> Letter:
-    """The letter for these leaves, from the channel's store if such were sent before. Refuses what is no tensor."""
+    """The letter for these leaves, from the channel's store if known. Refuses non-tensors."""
     try:
         key = (call, measure, shape, *[(leaf.dtype, leaf.shape, leaf.layout) for leaf in leaves])
         letter = channel.letters.get(key)
@@ -191,7 +191,7 @@ def _all_reduce(
 
 
 def _all_reduce_max(flat: torch.Tensor, channel: Channel) -> None:
-    """The maximum over the ranks, in place; a NaN on any rank gives NaN, which backends drop or keep as they like."""
+    """The maximum over the ranks, in place; NaN on any rank gives NaN, whatever the backend."""
     lost = flat.isnan().to(torch.uint8) if flat.is_floating_point() else None
     dist.all_reduce(flat, dist.ReduceOp.MAX, group=channel.group)
     if lost is not None:
@@ -200,7 +200,7 @@ def _all_reduce_max(flat: torch.Tensor, channel: Channel) -> None:
 
 
 def _wire_dtype(leaf: torch.Tensor, reduction: Reduction) -> torch.dtype:
-    """The dtype in which a large tensor is reduced: its own, except where it cannot hold the result."""
+    """The dtype in which a large tensor is reduced: its own, unless that cannot hold the result."""
     if leaf.is_floating_point() or leaf.is_complex():
         return leaf.dtype
     if reduction == "max":
@@ -218,7 +218,7 @@ def _combined(stacked: torch.Tensor, leaf: torch.Tensor, reduction: Reduction, s
 
 
 def _finished(total: torch.Tensor, ranks: int, leaf: torch.Tensor, reduction: Reduction, scale: float) -> torch.Tensor:
-    """Divides by the number of ranks for a mean, scales, and gives the result its dtype and device."""
+    """Divides by the number of ranks for a mean, scales, and sets the result's dtype, device."""
     if reduction == "mean" and ranks > 1:
         total = total / ranks
     if scale != 1.0:

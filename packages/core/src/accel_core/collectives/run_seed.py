@@ -23,7 +23,7 @@ _NUMPY_SEEDS = 2**32
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
-    """Seeds Python's `random`, torch on the CPU and on every accelerator, and NumPy if it is installed. No collective.
+    """Seeds `random`, torch on the CPU and accelerators, and NumPy if installed. No collective.
 
     Args:
         seed: from 0 to 2**64 - 1. NumPy gets it up to 2**32 - 1, else `derive_seed(seed) % 2**32`.
@@ -47,7 +47,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
 
 def agree_seed(world: World, given: int | None = None) -> int:
-    """The seed of the run, 0 to 2**64 - 1, the same on every rank. A collective, except in a world of one.
+    """The run's seed, 0 to 2**64 - 1, the same on every rank. Collective unless in a world of one.
 
     It is `given`, else `torch.initial_seed()` of rank 0. Nothing is drawn. Raises `ValueError` on
     every rank if they were given different seeds.

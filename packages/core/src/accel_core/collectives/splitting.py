@@ -1,4 +1,4 @@
-"""Division of work between processes: a part of the inputs each, one before the others, or one alone."""
+"""Division of work between processes: a part of the inputs each, one first, or one alone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FOREVER = timedelta(days=365)  # stands for no timeout, for which backends have
 
 
 def only_where(applies: Callable[[], bool], function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, for where `applies()` is true when it is called; elsewhere it, or its coroutine, gives None."""
+    """The function if `applies()` holds at the call; else it, or its coroutine, gives None."""
     if not callable(function):
         raise TypeError(
             f"A decorator that chooses processes was given {function!r}, a {type(function).__name__}, expected the function: name "
@@ -47,7 +47,7 @@ def only_where(applies: Callable[[], bool], function: Callable[..., Any]) -> Cal
 
 
 def is_process(call: str, argument: str, index: object, own: int, world: World, local: bool) -> bool:
-    """Whether `index`, as a decorator has it, means this process, whose index is `own`; any does in a world of one."""
+    """Whether a decorator's `index` means process `own`; any index does in a world of one."""
     count, where = (world.local_size, "this machine") if local else (world.size, "this run")
     there_are = f"{where} has {count} process(es), 0 to {count - 1}, or -{count} to -1 from the end"
     if not isinstance(index, int) or isinstance(index, bool):
@@ -65,7 +65,7 @@ def is_process(call: str, argument: str, index: object, own: int, world: World, 
 
 @contextmanager
 def leader_first(world: World, local: bool) -> Iterator[None]:
-    """A block that the leaders run before the others: rank 0, or, if `local`, the first process of each machine.
+    """A block that the leaders run first: rank 0, or each machine's first process if `local`.
 
     Exactly one collective in a larger world, without a timeout where there is a Watch. Inside of
     one of the same kind, or of any kind on one machine, it waits for nobody. `RuntimeError` on the
@@ -103,7 +103,7 @@ def _is_in_order(call: str, world: World) -> bool:
 
 
 def _meet(world: World, call: str, error: BaseException | None = None) -> None:
-    """Waits until every rank is here. Raises if another rank comes with an error; one that has an error raises its own."""
+    """Waits for every rank. Raises if another comes with an error, and this one with none."""
     from accel_core.processes.channel import Letter, from_bytes, to_bytes
     from accel_core.processes.failure_output import described
     from accel_core.processes.mismatch_report import describe
@@ -124,7 +124,7 @@ def _meet(world: World, call: str, error: BaseException | None = None) -> None:
 
 @contextmanager
 def _without_timeout(world: World) -> Iterator[None]:
-    """Collectives of the world wait inside for as long as it takes; without a Watch the timeout stays, to end a wait in vain."""
+    """Collectives of the world have no timeout inside; without a Watch they keep theirs."""
     group = world.channel().group
     backend = None if group is None or world.watch is None else group._get_backend(world.device)
     if backend is None or not hasattr(backend, "options"):
@@ -142,7 +142,7 @@ def _without_timeout(world: World) -> Iterator[None]:
 
 @contextmanager
 def split_between_processes(inputs: Any, world: World, apply_padding: bool = False) -> Iterator[Any]:
-    """Gives each process its part of `inputs`: consecutive elements, the first `len(inputs) % size` ranks one more.
+    """Gives a process consecutive elements of `inputs`; the first `len(inputs) % size` one more.
 
     No collective: every process is given the same. Shorter parts repeat the last element with
     `apply_padding`. `TypeError` for what cannot be split, such as a string.

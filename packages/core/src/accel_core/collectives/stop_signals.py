@@ -1,4 +1,4 @@
-"""Flags that any rank can raise and all see: `Trigger`, and being told to stop by a scheduler, or at the terminal.
+"""Flags that any rank sets and all see: `Trigger`, and signals of a scheduler or terminal.
 
 The first arrival of a signal is noted, and nothing else happens; further ones within `GRACE` count
 as the same, for launchers often tell a rank twice. A later one does what it did before `watch`.
@@ -28,7 +28,7 @@ _NEVER_CAUGHT = {"SIGKILL", "SIGSTOP"}
 
 
 class Trigger:
-    """Lets one rank tell all that something happened there: that a loss is NaN, say, and all had better stop."""
+    """A flag that one rank sets for all to see: that a loss is NaN, say."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -36,11 +36,11 @@ class Trigger:
         self._seen = 0  # how many of them all ranks know of
 
     def set(self) -> None:
-        """Sets the trigger on this rank; all see it at their next `check`. No collective; a signal handler may call it."""
+        """Sets it; all see that at the next `check`. No collective; signal handlers may call it."""
         self._sets += 1
 
     def check(self) -> bool:
-        """Whether any rank has set it since this was last true. A collective, except in a world of one."""
+        """Whether any rank has set it since this was true. Collective unless in a world of one."""
         sets = self._sets
         found = anywhere(self._world, "check_trigger", sets > self._seen)
         if found:
@@ -49,7 +49,7 @@ class Trigger:
 
 
 def anywhere(world: World, call: str, here: bool) -> bool:
-    """Whether a flag is set on any rank, for the method `call`. A collective, except in a world of one."""
+    """Whether a flag is set on any rank, for the method `call`. Collective unless alone."""
     channel = channel_of(world, None)
     if channel is None:
         return here
@@ -69,9 +69,9 @@ class Preemption:
         weakref.finalize(self, _release, self._handlers).atexit = False  # an exit that has begun goes on
 
     def watch(self, *signals: signal.Signals | int | str) -> None:
-        """From now on the first arrival of each of these signals on this rank is noted. No collective.
+        """Notes the first arrival of each of these signals on this rank from now on. No collective.
 
-        Numbers or names, such as "SIGUSR1"; SIGTERM if there are none. Raises `ValueError` for one that
+        Numbers or names, such as "SIGUSR1"; none: SIGTERM. Raises `ValueError` for one that
         cannot be caught, and, as Python does, outside of the main thread; then none is watched.
         """
         for number in [_number(given) for given in signals or (signal.SIGTERM,)]:
@@ -80,22 +80,22 @@ class Preemption:
 
     @property
     def received(self) -> str | None:
-        """The name of the first signal that arrived on this rank; None if there was none. No collective."""
+        """The name of the first signal that arrived on this rank, or None. No collective."""
         return self._arrived[0] if self._arrived else None
 
     def check(self) -> bool:
-        """Whether a signal has arrived on any rank, which stays true. A collective until then, in a larger world."""
+        """Whether a signal arrived on any rank, for good. Collective until then, if not alone."""
         if not self._known:
             self._known = anywhere(self._world, "should_stop", bool(self._arrived))
         return self._known
 
     def close(self) -> None:
-        """Puts back the earlier handlers, unless somebody has replaced ours, or this is not the main thread."""
+        """Puts back the earlier handlers, unless replaced, or outside of the main thread."""
         _release(self._handlers)
 
 
 class _Handler:
-    """Notes in `arrived` the first arrival of a signal in this process, and stands aside at a later one."""
+    """Notes a signal's first arrival in this process in `arrived`; later ones pass."""
 
     def __init__(self, number: signal.Signals, arrived: list[str], grace: float) -> None:
         self._number, self._arrived, self._grace = number, arrived, grace
@@ -126,7 +126,7 @@ class _Handler:
             signal.signal(number, in_force)
 
     def _takes(self, now: float) -> bool:
-        """Whether an arrival is for the owner: the first one, which is noted, or one that counts as the same."""
+        """Whether an arrival is for the owner: the first, which is noted, or within `GRACE`."""
         # A forked child inherits the handler, but not the owner who asks for notes: there it must end whom it ended before.
         if not self._active or os.getpid() != self._process:
             return False

@@ -70,7 +70,7 @@ class CheckpointComponent(Protocol):
 
 
 class Detector(Protocol):
-    """Watches the models and backwards of one Accelerator, and raises `NonFiniteError` on every rank.
+    """Watches an Accelerator's models and backwards; raises `NonFiniteError` on every rank.
 
     `watch` begins to record the forwards of a model that is trained: the user's, inside a wrapper
     if there is one. `release` takes the hooks off the models, and forgets what was recorded.
@@ -85,7 +85,7 @@ DetectorFactory = Callable[..., Detector]
 
 
 class Recorder(Protocol):
-    """Records the run of one process, as far as it records, for the methods of the Accelerator; `only` names one tracker.
+    """Records the run of one process, for the Accelerator's methods; `only` names one tracker.
 
     `on_every_rank`: whether ranks record something of their own. `in_hand`: `trackers`.
     `caught_up` gives the tracker itself, when it has recorded what was logged so far, or what takes

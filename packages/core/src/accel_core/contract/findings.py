@@ -54,12 +54,12 @@ class Finding:
 
     @property
     def order(self) -> tuple[bool, int, int]:
-        """The key by which findings of all ranks are sorted: reproduced ones first, then by micro-batch, then by rank."""
+        """The sort key of findings: reproduced ones first, then micro-batch, then rank."""
         return self.kind == "not reproduced", self.micro_batch, self.rank
 
 
 class NonFiniteError(RuntimeError):
-    """A loss or gradient was not finite; raised on every rank, with what each found: None where micro-batches are clean."""
+    """A loss or gradient was not finite; raised on all ranks, with each one's finding or None."""
 
     def __init__(self, findings: Sequence[Finding | None], message: str) -> None:
         super().__init__(message)
@@ -67,7 +67,7 @@ class NonFiniteError(RuntimeError):
 
     @property
     def first(self) -> Finding:
-        """The earliest finding: of the first micro-batch, then of the lowest rank; one that was reproduced, if any was."""
+        """The earliest finding, of those reproduced if any: by micro-batch, then by rank."""
         return min((finding for finding in self.findings if finding is not None), key=lambda each: each.order)
 
     def __reduce__(self) -> tuple[type[NonFiniteError], tuple[tuple[Finding | None, ...], str]]:

@@ -25,14 +25,14 @@ Drawn = Any
 
 
 class Rows(NamedTuple):
-    """The rows of a batch on this rank (None if not countable), and its real ones, which are first."""
+    """The rows of a batch on this rank (None if not countable), and its real ones, the first."""
 
     rows: int | None
     real: int
 
 
 class RunningLoader(NamedTuple):
-    """A prepared loader in an iteration: what follows, as far as it looked ahead, and the present rows, on this rank. None: unknown."""
+    """A prepared loader in an iteration: batches known to follow, present rows. None: unknown."""
 
     loader: DataLoader[Any] | None
     remaining: int | None
@@ -58,7 +58,7 @@ class Passage:
         self.advanced = False
 
     def advance(self, remaining: int | None, rows: Rows | None = None, drawn: Drawn = None) -> None:
-        """Reports the batch that is about to be yielded. Hot: make one `Rows` for all full batches. None: unknown.
+        """Reports the batch about to be yielded. Hot: one `Rows` for full batches. None: unknown.
 
         Args:
             remaining: how many batches this iterator will still yield on this rank; without a
@@ -75,13 +75,13 @@ class Passage:
             feed.forget_after(self)
 
     def leave(self) -> None:
-        """The iterator has ended, or is being collected: takes it, and whatever has died meanwhile, off the list."""
+        """Takes this iterator, which has ended or is collected, and dead ones off the list."""
         feed = self._feed
         feed._keep([ref for ref in feed._live if ref() is not None and ref() is not self])
 
 
 class Feed:
-    """The live passages of an Accelerator's loaders, outermost first. Iterations begin by its flags."""
+    """The live passages of an Accelerator's loaders, outermost first, and flags for new ones."""
 
     def __init__(self, lookahead: int = 1) -> None:
         self.lookahead = lookahead  # how many batches a loader without a length looks ahead: the accumulation steps
@@ -93,13 +93,13 @@ class Feed:
         self.newest: weakref.ref[Passage] | Callable[[], None] = _nobody  # what refers to the innermost passage
 
     def enter(self, by: object = None) -> Passage:
-        """A new innermost passage, which the iterator keeps and the feed refers to weakly; `by` is the loader's `_accel_outlet`."""
+        """A new innermost passage, weakly referred to; `by` is the loader's `_accel_outlet`."""
         passage = Passage(self, by)
         self._keep([*self._live, weakref.ref(passage)])
         return passage
 
     def forget_after(self, passage: Passage) -> None:
-        """`passage` has advanced: whatever was entered after it is over. One that was itself forgotten comes back."""
+        """Drops what was entered after `passage`, which has advanced; adds it if forgotten."""
         before = takewhile(lambda ref: ref() is not passage, self._live)
         self._keep([*(ref for ref in before if ref() is not None), weakref.ref(passage)])
 
@@ -108,7 +108,7 @@ class Feed:
         self.newest = live[-1] if live else _nobody
 
     def begin_step(self) -> int | None:
-        """Called once per `accumulate`: the fewest batches that remain for an iterator that advanced since the last call.
+        """The fewest batches left of iterators advanced since the last call; once per `accumulate`.
 
         None when none knows, and while ranks may end at different batches: windows close on all.
         """
@@ -123,11 +123,11 @@ class Feed:
         return None if self.joining else fewest
 
     def current_rows(self) -> Rows | None:
-        """The rows of the batch that metrics now refer to; None when no prepared loader counted any."""
+        """The rows of the batch for metrics; None when no prepared loader counted any."""
         return next((passage.rows for ref in reversed(self._live) if (passage := ref()) is not None), self.latest)
 
     def current_drawn(self) -> list[tuple[Drawn, Rows | None]]:
-        """The samples of the batches that a step may be using: one entry per live iteration, else the last batch's."""
+        """The samples that a step may use: an entry per live iteration, else the last batch's."""
         drawn = [(passage.drawn, passage.rows) for ref in self._live if (passage := ref()) is not None]
         return drawn or [(self.latest_drawn, self.latest)]
 
@@ -137,7 +137,7 @@ def _nobody() -> None:
 
 
 class Positions(NamedTuple):
-    """Consecutive samples of an epoch, numbered from 0 over all ranks: what a batch of a stream consists of."""
+    """Consecutive samples of an epoch, numbered from 0 over all ranks: a batch of a stream."""
 
     first: int
     size: int
@@ -145,14 +145,14 @@ class Positions(NamedTuple):
 
 @dataclass(frozen=True)
 class SampleIds:
-    """The indices (or keys) of a batch's samples on one rank, or positions in a stream; those behind the `real` first ones fill up."""
+    """Indices, keys or stream positions of a rank's samples; after `real` ones, filling."""
 
     ids: tuple[Any, ...]
     kind: Literal["index", "position"]
     real: int
 
     def describe(self, rows: Iterable[int] | None = None, most: int = 16) -> str:
-        """`index 3, 8, 1 (fills up)`: the samples in these rows, or in all of them; no more than `most` are spelled out."""
+        """`index 3, 8, 1 (fills up)`: the samples in these rows (None: all), at most `most`."""
         chosen = list(range(len(self.ids)) if rows is None else rows)
         known = ["" if self.ids[row] is None else f"{self.ids[row]} " for row in chosen[:most]]
         shown = [text if row < self.real else f"{text}(fills up)" for row, text in zip(chosen, known, strict=False)]
@@ -161,7 +161,7 @@ class SampleIds:
 
 
 def sample_ids(drawn: Drawn, rows: Rows | None) -> SampleIds | None:
-    """The ids of the samples in a batch, from what the loader noted and its rows; None if the loader does not know them."""
+    """The ids of a batch's samples, from the loader's notes and rows; None if not known."""
     if drawn is None:
         return None
     if isinstance(drawn, Positions):

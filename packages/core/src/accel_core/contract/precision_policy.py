@@ -54,7 +54,7 @@ FULL = PrecisionPolicy()
 
 
 class Precision(ABC):  # noqa: B024  (nothing is mandatory but the policy)
-    """A precision component: a policy, and the hooks that it needs (`scale_loss`, `optimizer_step`, …).
+    """A precision component: a policy, and the hooks it needs (`scale_loss`, `optimizer_step`, …).
 
     The constructor's arguments are its options, all optional; `handlers` are the classes of option
     objects for `kwargs_handlers` that stand for them, of which one may be given. Subclass it
@@ -90,7 +90,7 @@ class _Precise(ClassOverride):
 
 
 def cast_parameters(model: nn.Module, policy: PrecisionPolicy) -> None:
-    """Casts a model's parameters and floating buffers to `param`, in place. They stay the objects that they are."""
+    """Casts parameters and floating buffers to `param`, in place. They stay the same objects."""
     dtype = policy.param
     if dtype is not None:
         # As `model.to(dtype)`, which would make complex buffers (of rotary embeddings, say) real.
@@ -100,7 +100,7 @@ def cast_parameters(model: nn.Module, policy: PrecisionPolicy) -> None:
 def override_calls(
     model: nn.Module, policy: PrecisionPolicy, device_type: str, autocast: AutocastKwargs | None = None
 ) -> None:
-    """Makes calls of a model on such a device honour `compute`, `output` and `input`, in place; full precision does nothing.
+    """Makes a model's calls honour `compute`, `output`, `input`, in place, if any is set.
 
     `__call__` is overridden: forwards set on the instance, compilation and scripting bypass
     `forward`, and would run in full precision without a word. A strategy that changes the model's

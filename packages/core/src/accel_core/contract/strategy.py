@@ -1,4 +1,4 @@
-"""The base class of strategies: where a model's parameters live, how gradients meet, which part of the data is read."""
+"""The base of strategies: where parameters live, how gradients meet, who reads which data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shard:
-    """The `index`-th of `count` equal parts of the data: the data-parallel coordinate of this process."""
+    """The `index`-th of `count` equal parts of the data: this process's data-parallel place."""
 
     index: int
     count: int
@@ -57,7 +57,7 @@ class Layout:
 
 
 class Strategy(ABC):
-    """A way to distribute training. See `accel_core.contract.hook_specs` for the hooks, and `accel_testing` for the suite.
+    """A way to distribute training: see `accel_core.contract.hook_specs`, and `accel_testing`.
 
     Its constructor arguments are its options, all optional. Subclass this directly; to vary a
     strategy, wrap it. What would keep the process group busy, such as torch's DDP wrapper, goes to
@@ -82,9 +82,9 @@ class Strategy(ABC):
     older_names: ClassVar[tuple[str, ...]] = ()
 
     def details(self) -> Mapping[str, str]:
-        """Details for `accelerator.explain()`, as text: its mesh, say, and how models were divided."""
+        """Details for `accelerator.explain()`, as text: its mesh, and how models were divided."""
         return MappingProxyType({})
 
     @abstractmethod
     def prepare_model(self, model: nn.Module, optimizers: Sequence[Optimizer], request: PrepareRequest) -> nn.Module:
-        """See `accel_core.contract.hook_specs.HookSpecs.prepare_model`. Mark the implementation with `hookimpl`."""
+        """See `accel_core.contract.hook_specs.HookSpecs.prepare_model`. Mark with `hookimpl`."""

@@ -1,6 +1,6 @@
-"""Layouts of saved state on the ranks: declared by the code that made them, not guessed from a shape.
+"""Layouts of saved state on the ranks: declared by the code that made them, not guessed.
 
-A *state* maps names to entries, presented by every rank for what it has. Entries are live: `data` is
+A *state* maps names to entries, presented by every rank that has them, and live: `data` is
 the memory that training uses, or a view of it; checkpoints are written from it, and read into it.
 """
 
@@ -22,7 +22,7 @@ WHOLE = "whole"
 
 @dataclass(frozen=True)
 class Box:
-    """A region of a global shape: from `offsets`, `sizes` long, one number per dim. A 0-d tensor has one box, `Box((), ())`."""
+    """A region of a global shape: `offsets`, `sizes`, a number per dim; `Box((), ())` if 0-d."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -56,11 +56,11 @@ class Box:
         return Box(starts, sizes) if min(sizes, default=1) > 0 else None
 
     def relative_to(self, outer: Box) -> Box:
-        """This region, with offsets relative to `outer`, which contains it: it slices the data of `outer`."""
+        """This region, with offsets relative to `outer`, which contains it: slices of its data."""
         return Box(tuple(map(operator.sub, self.offsets, outer.offsets)), self.sizes)
 
     def contains(self, other: Box) -> bool:
-        """Whether every element of `other` is in this box, and an empty `other` lies in its bounds."""
+        """Whether every element of `other` is in this box, and an empty one within its bounds."""
         pairs = zip(self.slices, other.slices, strict=True)
         return all(mine.start <= theirs.start and theirs.stop <= mine.stop for mine, theirs in pairs)
 
@@ -70,7 +70,7 @@ class Box:
 
 
 def flat_range(shape: tuple[int, ...], start: int, stop: int, offsets: tuple[int, ...] | None = None) -> list[Box]:
-    """The boxes of the elements `start` to `stop`, counted in row-major order: where a part of a flat buffer lies.
+    """The boxes of elements `start` to `stop` in row-major order, as of a part of a flat buffer.
 
     At most 2 * ndim - 1 boxes, in order, each contiguous in the flat memory; an empty range has
     none. `shape` is that of the tensor, or of the box of it that a tensor-parallel rank has, which
@@ -84,7 +84,7 @@ def flat_range(shape: tuple[int, ...], start: int, stop: int, offsets: tuple[int
 
 
 def _runs(outer: tuple[int, ...], inner: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """The boxes of a range inside the region that is at `outer` in the leading dims and whole in the `inner` ones."""
+    """The boxes of a range in a region: at `outer` in leading dims, whole in `inner` ones."""
     ones = (1,) * len(outer)
     if start == stop:
         return
@@ -106,7 +106,7 @@ def _runs(outer: tuple[int, ...], inner: tuple[int, ...], start: int, stop: int)
 
 
 def uncovered(shape: tuple[int, ...], boxes: Iterable[Box]) -> str | None:
-    """The reason why boxes do not cover a shape exactly once, with an example region; None if they do.
+    """The reason why boxes do not cover a shape exactly once, with an example; None if they do.
 
     Empty boxes count for nothing. The time grows in proportion to the number of boxes.
     """
@@ -118,7 +118,7 @@ def uncovered(shape: tuple[int, ...], boxes: Iterable[Box]) -> str | None:
 
 
 def uncovered_part(part: Box, boxes: Sequence[Box]) -> str | None:
-    """Like `uncovered`, for a part of a shape that is not empty, and boxes inside it of which none is empty."""
+    """Like `uncovered`, for a part of a shape and boxes inside it; none of them empty."""
     if [*boxes] == [part]:
         return None
     # How often an element is covered is the sum of the signs of all corners that are not behind it in any dim. So the boxes
@@ -138,7 +138,7 @@ def uncovered_part(part: Box, boxes: Sequence[Box]) -> str | None:
 
 
 class Piece(NamedTuple):
-    """A part of a tensor on a rank: `data` has the shape `box.sizes`, on any device, with any strides."""
+    """A part of a tensor on a rank: `data` of shape `box.sizes`, any device, any strides."""
 
     box: Box
     data: torch.Tensor
@@ -170,14 +170,14 @@ class Elementwise:
 
 @dataclass(frozen=True)
 class Replicated:
-    """A tensor that is the same on every rank that presents it, or that counts on the lowest rank."""
+    """A tensor equal on all ranks that present it, or that counts on the lowest rank."""
 
     data: torch.Tensor
 
 
 @dataclass(frozen=True)
 class Partial:
-    """A term: the mean of the `data` of all ranks is what counts. Loaded exactly by as many ranks as saved it."""
+    """A term: the ranks' mean of `data` counts. Exact only on as many ranks as saved it."""
 
     data: torch.Tensor
 
@@ -222,7 +222,7 @@ def memory_of(entry: Elementwise | Replicated | Partial) -> list[torch.Tensor]:
 
 @dataclass(frozen=True)
 class Extent:
-    """The part of a parameter that is on this rank: `boxes` of its global `shape`, possibly none."""
+    """The part of a parameter on this rank: `boxes` of its global `shape`, possibly none."""
 
     shape: tuple[int, ...]
     boxes: tuple[Box, ...]
@@ -240,7 +240,7 @@ def pieces_of(boxes: Sequence[Box], local: torch.Tensor) -> Iterator[Piece]:
 
 
 class Sharding(Protocol):
-    """A strategy's layout of parameters, and of what optimizers keep for each element. Here: whole on every rank that has them.
+    """A strategy's layout of parameters and optimizer state. Here: whole on ranks that have them.
 
     The local tensor of a parameter holds its boxes one after another: flat, each box in row-major
     order; of one box it may have the shape `box.sizes` instead.
@@ -251,19 +251,19 @@ class Sharding(Protocol):
         return Extent(tuple(parameter.shape), (Box.whole(tuple(parameter.shape)),))
 
     def local(self, value: torch.Tensor) -> torch.Tensor:
-        """The local tensor of a parameter, or of a tensor laid out like one: a view of the memory that is used."""
+        """The local tensor of a parameter, or of one laid out so: a view of the memory in use."""
         return value.detach()
 
     def like(self, parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
-        """A tensor laid out like `parameter`, with the local tensor `local`, as an optimizer keeps it."""
+        """A tensor laid out like `parameter`, with local tensor `local`, as optimizers keep it."""
         return local
 
     def empty(self, parameter: torch.Tensor, key: str, dtype: torch.dtype) -> torch.Tensor:  # noqa: ARG002
-        """A tensor laid out like `parameter`, of any values, for its state `key`: its `local` tensor is read into."""
+        """An uninitialised tensor laid out like `parameter`, for its state `key`, to read into."""
         return torch.empty_like(parameter.detach(), dtype=dtype)
 
     def versioned(self, value: torch.Tensor) -> bool:
-        """Whether in-place changes of the local tensor of `value` raise its `_version`: those inside a wrapper may not."""
+        """Whether in-place changes of the local tensor of `value` raise its `_version`."""
         return type(value) in (torch.Tensor, torch.nn.Parameter)
 
 
@@ -302,7 +302,7 @@ class SavedEntry(NamedTuple):
 
 
 class SavedOptimizer(Protocol):
-    """The state of an optimizer in a checkpoint: the first four as in `OptimizerState`, of all ranks together.
+    """An optimizer's state in a checkpoint: the first four as in `OptimizerState`, of all ranks.
 
     `described` gives every entry. `read` fills the tensors of an entry in place; for an `Opaque`,
     it returns the value of its part.

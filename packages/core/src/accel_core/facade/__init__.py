@@ -1,1 +1,1 @@
-"""The Accelerator's methods by topic, its arguments and classes of older names, and the default hooks."""
+"""The Accelerator's methods by topic, its arguments, classes of older names, default hooks."""

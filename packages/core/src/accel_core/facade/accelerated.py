@@ -1,4 +1,4 @@
-"""Answers to `isinstance` for prepared optimizers and schedulers, which are gated in place and not wrapped."""
+"""Answers to `isinstance` for prepared optimizers and schedulers, gated in place, not wrapped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the methods of the Accelerator use, whatever their topic: its parts, and the state of its loop."""
+"""The parts of the Accelerator, and the state of its loop, for the methods of every topic."""
 
 from __future__ import annotations
 

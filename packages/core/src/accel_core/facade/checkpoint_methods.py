@@ -44,7 +44,7 @@ class CheckpointMethods(PreparationMethods):
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Writes a model's weights as plain files that any library reads. Collective; the main process writes.
+        """Writes a model's weights as plain files for any library. Collective; main process writes.
 
         Other files in the folder are left alone. `max_shard_size` is the largest size of a file, in
         bytes or as text: "10GB", "10GiB". `safe_serialization=False` writes torch's format.
@@ -56,7 +56,7 @@ class CheckpointMethods(PreparationMethods):
         checkpoints.save_weights(weights, save_directory, max_shard_size, safe_serialization, self._world, prefix)
 
     def save(self, obj: object, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
-        """Writes an object on the main process, and does nothing elsewhere: it serves as `save_function=`. No collective.
+        """Writes an object on the main process alone: serves as `save_function=`. No collective.
 
         `safe_serialization` writes a dict of tensors as safetensors, else `torch.save` writes. With
         `ProjectConfiguration(save_on_each_node=True)` the first process of each machine writes.
@@ -72,7 +72,7 @@ class CheckpointMethods(PreparationMethods):
         asynchronous: Asynchronous = False,
         **save_model_func_kwargs: object,
     ) -> str:
-        """Saves all of the run: any strategy on any number of processes goes on from it. Collective; every rank writes.
+        """Saves all of the run, for any strategy and number of processes. Collective; all write.
 
         Saved are prepared objects, positions of loaders, what was registered, random streams, and
         gradients of an open window. A kill or a full disk leaves what was saved before.
@@ -101,7 +101,7 @@ class CheckpointMethods(PreparationMethods):
         load_kwargs: dict[str, Any] | None = None,
         **load_model_func_kwargs: object,
     ) -> None:
-        """Restores all of a run that `save_state` saved, on any number of processes and under any strategy. Collective.
+        """Restores what `save_state` saved, under any strategy and number of processes. Collective.
 
         Prepare and register the same objects first, in the same order. Loaders go on at their
         positions; ranks that were not there get new random streams. `input_dir` None: the newest
@@ -117,7 +117,7 @@ class CheckpointMethods(PreparationMethods):
         self._relay.load_checkpoint(self._run, input_dir)
 
     def wait_for_checkpoint(self) -> None:
-        """Returns when the asynchronous save that is under way is complete on every rank. Collective, if there is one.
+        """Returns when the asynchronous save is complete on all ranks. Collective, if there is one.
 
         Raises its `CheckpointError` or `OSError` on every rank, if it failed.
         """
@@ -125,14 +125,14 @@ class CheckpointMethods(PreparationMethods):
             self._relay.wait_for_checkpoint(self._run_made)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Has objects of the user's saved by `save_state` and restored by `load_state`, in the order of registration.
+        """Has the user's objects saved by `save_state` and restored by `load_state`, in this order.
 
         Each has `state_dict()`, of plain data, tensors and arrays, and `load_state_dict(state)`.
         """
         self._run.register(objects)
 
     def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
-        """Has `hook(models, weights, output_dir)` called by `save_state`, on every rank, before anything else is written.
+        """Has `hook(models, weights, output_dir)` called by `save_state` first, on every rank.
 
         `weights[i]` is `get_state_dict(models[i])`, gathered as it is read. What the hook takes out
         of `weights`, on the main process, is left to it. Returns a handle with `remove()`.
@@ -140,7 +140,7 @@ class CheckpointMethods(PreparationMethods):
         return self._run.on_save(hook)
 
     def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
-        """Has `hook(models, input_dir)` called by `load_state`, on every rank, before anything is loaded.
+        """Has `hook(models, input_dir)` called by `load_state` on every rank, before any loading.
 
         A model that the hook takes out of `models` is left to it. Returns a handle with `remove()`.
         """
@@ -174,7 +174,7 @@ class CheckpointMethods(PreparationMethods):
         return all(self._parts.activation.owners[hook] is not None for hook in LAYOUT_HOOKS)
 
     def _presenting(self, model: nn.Module) -> tuple[Callable[[], State], str] | None:
-        """The state of a model that the strategy lays out, and the prefix of a part's names in it; None of any other."""
+        """The state of a model laid out by the strategy, and its names' prefix; None for others."""
         found = self._prepared.find_part(model) if self._declares_layout else None
         if found is None:
             return None

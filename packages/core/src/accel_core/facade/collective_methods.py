@@ -23,11 +23,11 @@ class CollectiveMethods(AcceleratorParts):
     """The methods that ranks call together."""
 
     def set_trigger(self) -> None:
-        """Sets a flag that all ranks see at their next `check_trigger`. No collective; a signal handler may call it."""
+        """Sets a flag that all see at `check_trigger`. No collective; for signal handlers too."""
         self._trigger.set()
 
     def check_trigger(self) -> bool:
-        """Whether any rank has called `set_trigger` since this was last true; the same answer on every rank. Collective."""
+        """Whether any rank called `set_trigger` since this was true; same on all. Collective."""
         return self._trigger.check()
 
     def check_breakpoint(self) -> bool:
@@ -36,7 +36,7 @@ class CollectiveMethods(AcceleratorParts):
         return self._trigger.check()
 
     def stop_on_signal(self, *signals: signal.Signals | int | str) -> None:
-        """From now on a signal does not end this process, but makes `should_stop` true. No collective.
+        """From now on a signal makes `should_stop` true, and ends no process. No collective.
 
         `signals` are such as "SIGUSR1"; none: SIGTERM. One that arrives 5 seconds after the first,
         or later, does what it did before. Raises `ValueError` for what cannot be caught here.
@@ -44,7 +44,7 @@ class CollectiveMethods(AcceleratorParts):
         self._preempted().watch(*signals)
 
     def should_stop(self) -> bool:
-        """Whether any rank was told to stop, by a signal of `stop_on_signal`; the same answer on every rank. Collective.
+        """Whether a signal of `stop_on_signal` arrived on any rank; the same on all. Collective.
 
         if accelerator.should_stop():
             accelerator.save_state(folder)          # on all ranks, at the same step
@@ -62,7 +62,7 @@ class CollectiveMethods(AcceleratorParts):
         return reduce_gather.gather(tensor, self._world)
 
     def reduce(self, tensor: T, reduction: Reduction = "sum", scale: float = 1.0) -> T:
-        """Combines tensors over the ranks: "sum", "mean", "max", or "none"; times `scale`. Collective.
+        """Combines tensors over ranks: "sum", "mean", "max", or "none"; times `scale`. Collective.
 
         Takes a tensor, or nested tuples, lists and dicts of them. Raises `CollectiveMismatchError`
         on every rank if structures, dtypes or shapes differ.
@@ -70,7 +70,7 @@ class CollectiveMethods(AcceleratorParts):
         return reduce_gather.reduce_tree(tensor, self._world, reduction, scale)
 
     def pad_across_processes(self, tensor: T, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T:
-        """Pads tensors to the largest size over the ranks in one dim, so that they can be gathered. Collective.
+        """Pads tensors to the ranks' largest size in one dim, to be gathered. Collective.
 
         Takes a tensor, or nested tuples, lists and dicts; tensors without that `dim` stay as they
         are. `pad_index` is the value that fills up, before the values with `pad_first`.
@@ -84,7 +84,7 @@ class CollectiveMethods(AcceleratorParts):
     @overload
     def gather_for_metrics(self, input_data: Sequence[T], use_gather_object: Literal[True]) -> list[T]: ...
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gathers per-sample results over the data-parallel ranks, each sample exactly once. Collective.
+        """Gathers per-sample results of data-parallel ranks, each sample exactly once. Collective.
 
         Takes tensors whose dim 0 is the batch's, in nested tuples, lists and dicts; or a list of
         objects, one per sample, which `use_gather_object` says where they hold tensors. Samples

@@ -68,7 +68,7 @@ class CoreDefaults:
 
     @hookimpl
     def backward(self, loss: torch.Tensor, weight: float, options: dict[str, Any]) -> None:
-        """`loss.backward()`; the factor enters as the seed of the backward, which is exact and costs no kernel."""
+        """`loss.backward()`, with the factor as its seed, which is exact and costs no kernel."""
         if weight == 1.0:
             loss.backward(**options)
         elif loss.dim() or "gradient" in options:
@@ -88,7 +88,7 @@ class CoreDefaults:
 
     @hookimpl
     def convert_model(self) -> None:
-        """Modules stay what they are, nothing is left local or scaled, and every gradient may be used."""
+        """Does nothing: no module changes, none is local or scaled, any gradient may be used."""
 
     revert_model = release_model = model_loaded = convert_model
     check_optimizer = check_gradients = synchronise_gradients = unscale_gradients = convert_model
@@ -133,7 +133,7 @@ class CoreDefaults:
         self.checkpoints("The state of an optimizer").restore_optimizer(optimizer, names, saved)
 
     def checkpoints(self, call: str) -> CheckpointComponent:
-        """The component for checkpoints and weights. Raises `NotInstalledError`, naming `call`, if there is none."""
+        """The checkpoint component; raises `NotInstalledError`, naming `call`, if there is none."""
         if self._checkpoints is None:
             self._checkpoints = find_default(*CHECKPOINTS, call).load()()
         return self._checkpoints

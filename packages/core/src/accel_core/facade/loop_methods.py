@@ -1,4 +1,4 @@
-"""One step after the other: windows of accumulation, backwards, gradients, and the contexts in which models are called."""
+"""Steps of the loop: accumulation windows, backwards, gradients, and contexts of model calls."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class LoopMethods(AcceleratorParts):
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches in a full window of `accumulate`. It may be assigned between two windows."""
+        """Micro-batches in a full window of `accumulate`; may be assigned between two windows."""
         return self._accumulation.steps
 
     @gradient_accumulation_steps.setter
@@ -46,7 +46,7 @@ class LoopMethods(AcceleratorParts):
 
     @property
     def scaler(self) -> Any:
-        """The loss scaler, with `state_dict` and `load_state_dict` for one's own checkpoints; None if there is none."""
+        """The loss scaler, with `state_dict`, `load_state_dict` for checkpoints; None if none."""
         return next(iter(self._scales()), None) if self._parts.activation.owners["scale_loss"] else None
 
     @property
@@ -56,11 +56,11 @@ class LoopMethods(AcceleratorParts):
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether the last step of any prepared optimizer left the parameters as they were (an overflow, say)."""
+        """Whether the last step of any prepared optimizer changed nothing (an overflow, say)."""
         return any(gate.was_skipped for gate in self._prepared.gates())
 
     def accumulate(self, *models: nn.Module, closes: bool | None = None) -> AbstractContextManager[None]:
-        """One micro-batch of a window: gradients add up, and the optimizer steps when the window closes.
+        """One micro-batch of a window: gradients add up; the optimizer steps when it closes.
 
         A window has `gradient_accumulation_steps` micro-batches, fewer at the end of a prepared
         loader; its gradient is their mean. Gradients of `models` (none given: all prepared ones)
@@ -70,7 +70,7 @@ class LoopMethods(AcceleratorParts):
         return Accumulate(self._accumulation, models or self._prepared.trained(), self._relay.no_sync, closes)
 
     def backward(self, loss: torch.Tensor, learning_rate: float | None = None, **kwargs: Any) -> None:
-        """Use it instead of `loss.backward()`: scales for the window and the precision, and synchronises when it closes.
+        """Replaces `loss.backward()`: scales for window and precision, synchronises when it closes.
 
         `loss` is a scalar, the mean over this rank's micro-batch; outside `accumulate` its gradient
         is divided by `gradient_accumulation_steps`. `learning_rate` is for optimizers that step in
@@ -135,7 +135,7 @@ class LoopMethods(AcceleratorParts):
         return mean
 
     def no_sync(self, model: nn.Module | None = None) -> AbstractContextManager[None]:
-        """Backwards of forwards inside keep their gradients local, of `model` or of all that are trained.
+        """Backwards of forwards inside leave gradients local, of `model` or of all trained ones.
 
         So does a later backward of such a forward, until `trigger_sync_in_backward`.
         """
@@ -143,12 +143,12 @@ class LoopMethods(AcceleratorParts):
         return _on_all(hook, self._prepared.trained()) if model is None else hook(model)
 
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
-        """The next backward of `model` synchronises all its gradients, although its forward ran inside `no_sync`."""
+        """Has the next backward of `model` synchronise all gradients, despite `no_sync`."""
         return self._relay.trigger_sync_in_backward(model)
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """A block in which ranks may train on different numbers of batches. Collective at its end, if models are joined.
+        """A block for unequal numbers of batches per rank. Collective at its end, if models join.
 
         A rank that has ended takes part in the others' steps with zeros, and in the end all are as
         the rank that went on longest. Windows close by count alone inside, and one that is open at
@@ -167,7 +167,7 @@ class LoopMethods(AcceleratorParts):
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
     ) -> torch.Tensor:
-        """Scales gradients in place so that their joint norm is at most `max_norm`; gradients are unscaled first.
+        """Scales gradients in place to a joint norm of at most `max_norm`, after unscaling them.
 
         Takes one parameter or any iterable of them. Returns the norm before clipping, 0-d, of order
         `norm_type`. While a window is open nothing is clipped, and the norm is that of this rank's
@@ -187,7 +187,7 @@ class LoopMethods(AcceleratorParts):
         return self._relay.clip_gradients(clipped, torch.inf, norm_type)  # the strategy's norm: nothing is larger
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
-        """Clamps each component of the gradients to [-clip_value, clip_value]; nothing while a window is open."""
+        """Clamps each gradient element to [-clip_value, clip_value], unless a window is open."""
         if self._prepared.fused:
             fused_backward.refuse("clip_grad_value_()", self._prepared.optimizers)
         clipped = gradients.as_list(parameters)
@@ -198,7 +198,7 @@ class LoopMethods(AcceleratorParts):
             nn.utils.clip_grad_value_(clipped, clip_value)
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
-        """Undoes the loss scaling of the gradients of one, several or all (None) optimizers, once between two steps."""
+        """Unscales gradients of one, several or all (None) optimizers, once between two steps."""
         given = self._prepared.optimizers if optimizer is None else optimizer
         for each in [given] if isinstance(given, Optimizer) else given:
             gate = gate_of(each)
@@ -229,7 +229,7 @@ class LoopMethods(AcceleratorParts):
         buffer_seq_dims: Sequence[int] | None = None,
         no_restore_buffers: Collection[torch.Tensor] | None = None,
     ) -> AbstractContextManager[None]:
-        """Shares sequences out over the ranks of a context-parallel strategy; without one, nothing happens.
+        """Shares sequences out over context-parallel ranks; does nothing without such a strategy.
 
             with accelerator.maybe_context_parallel([ids, labels], [1, 1]):
                 accelerator.backward(loss_fn(model(ids), labels))   # each rank has a part of every sequence
@@ -240,7 +240,7 @@ class LoopMethods(AcceleratorParts):
         return self._relay.context_parallel(buffers or (), buffer_seq_dims or (), no_restore_buffers or ())
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[torch.profiler.profile]:
-        """Profiles a block with torch's profiler: `with accelerator.profile() as prof:`. No collective.
+        """Profiles a block with torch: `with accelerator.profile() as prof:`. No collective.
 
         `profile_handler` holds for this block instead of the one among `kwargs_handlers`.
         """

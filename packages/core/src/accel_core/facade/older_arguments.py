@@ -24,7 +24,7 @@ OLDER_ARGUMENTS = (
 
 
 def renamed(older: dict[str, object], given: Mapping[str, object]) -> dict[str, Any]:
-    """The arguments that `older` has under an older spelling, by their names; they are taken out, with a warning.
+    """The arguments in `older` with an older spelling, by name; taken out, with a warning.
 
     Raises `ValueError` for one that is in `given` too, with another value than its default.
     """
@@ -41,7 +41,7 @@ def renamed(older: dict[str, object], given: Mapping[str, object]) -> dict[str, 
 
 
 class ChosenStrategy(NamedTuple):
-    """The strategy that is asked for, if any; the name in `<name>_plugin=`; and its objects by key, the active one first."""
+    """The strategy asked for; the name in `<name>_plugin=`; objects by key, active first."""
 
     active: object = None
     name: str = ""
@@ -49,7 +49,7 @@ class ChosenStrategy(NamedTuple):
 
 
 def chosen_strategy(strategy: object, older: dict[str, object]) -> ChosenStrategy:
-    """`<name>_plugin=` and `<name>_plugins=` are `strategy=` under an older name: takes such arguments out of `older`.
+    """Takes `<name>_plugin=` and `<name>_plugins=`, older names of `strategy=`, out of `older`.
 
     Raises `TypeError` if an object is none, `ValueError` for two strategies and for other names.
     """
@@ -67,7 +67,7 @@ def chosen_strategy(strategy: object, older: dict[str, object]) -> ChosenStrateg
 
 
 def names_of(kind: type[Any]) -> set[str]:
-    """The names of a class of strategies: its entry point's, its own in small letters, and the older ones that it declares."""
+    """Names of a strategy class: its entry point's, its own in small letters, its older ones."""
     return {kind.__name__.lower(), offered_name(kind), *kind.older_names} - {""}
 
 

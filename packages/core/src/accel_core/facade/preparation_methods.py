@@ -53,7 +53,7 @@ def _of_loader(name: str, text: str) -> Any:
 
 
 class PreparationMethods(AcceleratorParts):
-    """The methods by which objects of the user's are prepared, and given back; and the settings of the loader component."""
+    """Methods that prepare the user's objects and give them back; the loader's settings."""
 
     dataloader_config: KwargsHandler | None = shown("_dataloader_config", "The loader options given as an object.")
     split_batches: bool | None = _of_loader(
@@ -83,13 +83,13 @@ class PreparationMethods(AcceleratorParts):
 
     @property
     def rng_types(self) -> list[str] | None:
-        """The random streams that ranks share whenever a loader is iterated; None: they are not known."""
+        """The random streams that ranks share whenever a loader is iterated; None: not known."""
         shared = getattr(self._parts.loader, "rng_types", None)
         return None if shared is None else list(shared)
 
     @property
     def running_loader(self) -> RunningLoader | None:
-        """The prepared loader that is being iterated, the innermost one, and its present batch; None outside of such loops."""
+        """The innermost prepared loader in iteration, and its batch; None outside of loops."""
         passage = self._feed.newest()
         if passage is None:
             return None
@@ -110,7 +110,7 @@ class PreparationMethods(AcceleratorParts):
     @overload
     def prepare(self, *objects: Any, device_placement: Moved = None) -> Any: ...
     def prepare(self, *objects: Any, device_placement: Sequence[bool] | None = None) -> Any:
-        """Makes objects ready for the loop, and returns them in the same order; one object is returned alone.
+        """Makes objects ready for the loop; returns them in the same order, a single one alone.
 
         Takes models, optimizers, loaders and LR schedulers in any order; anything else is passed
         through, and what was prepared before comes back as it is. `device_placement` has one entry
@@ -145,7 +145,7 @@ class PreparationMethods(AcceleratorParts):
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
     ) -> DataLoader[Any]:
-        """Prepares one loader: each rank reads its part of every global batch. Collective for the first loader.
+        """Prepares a loader: ranks read parts of global batches. Collective for the first loader.
 
         Takes a `DataLoader`, or an iterable of batches that has `state_dict` and `load_state_dict`.
         Where one process dispatches batches, `slice_fn_for_dispatch(batch, slice, process_index=…,
@@ -164,7 +164,7 @@ class PreparationMethods(AcceleratorParts):
         return prepared
 
     def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
-        """A loader that leaves out the first batches of this rank in each of its iterations, for going on inside an epoch.
+        """A loader that leaves out this rank's first batches each time, for going on in an epoch.
 
         They are counted from the beginning of the epoch, also after `load_state`. Loop over it for
         the rest of an epoch, and over the prepared loader itself from then on. Samples that have
@@ -197,7 +197,7 @@ class PreparationMethods(AcceleratorParts):
         return optimizer
 
     def prepare_scheduler(self, scheduler: T) -> T:
-        """Prepares one LR scheduler, in place: one `step()` is one step per real step of its optimizer."""
+        """Prepares an LR scheduler, in place: a `step()` is one per real step of its optimizer."""
         if not is_scheduler(scheduler):
             raise TypeError(f"prepare_scheduler() was given a {type(scheduler).__name__}, expected an LR scheduler.")
         gate_scheduler(scheduler, self._parts.scheduler_rule)
@@ -240,7 +240,7 @@ class PreparationMethods(AcceleratorParts):
     def build_model(
         self, factory: Callable[[], nn.Module], checkpoint: str | os.PathLike[str] | None = None
     ) -> nn.Module:
-        """Builds a model that may be too large for one process. Collective, as `prepare` is, to which it is passed next.
+        """Builds a model that may be too large for one process. Collective; pass it to `prepare`.
 
         Under a strategy that cuts models it has no data until `prepare`. `factory` is called
         without arguments, possibly more than once; it gives the same model on every rank. Weights
@@ -257,7 +257,7 @@ class PreparationMethods(AcceleratorParts):
         return preparing.has_device_map(model)
 
     def free_memory(self, *objects: Any) -> list[None]:
-        """Forgets everything that was prepared, and frees its memory. Returns a None for each object.
+        """Forgets all that was prepared, and frees its memory. Returns a None for each object.
 
         model, optimizer = accelerator.free_memory(model, optimizer)
         """
@@ -327,7 +327,7 @@ class PreparationMethods(AcceleratorParts):
         return self.device if (self.device_placement if given is None else given) else None
 
     def _has_gate(self, optimizer: Optimizer) -> bool:
-        """Whether this Accelerator gates it. One that has gone has left its gate behind, which is taken off."""
+        """Whether this Accelerator gates it. Takes off the gate of one that has gone."""
         gate = gate_of(optimizer)
         if gate is None or gate.owner() is self._prepared:
             return gate is not None

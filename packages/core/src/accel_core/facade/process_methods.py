@@ -1,4 +1,4 @@
-"""Control of processes by their place in the run: ranks, order, and the process that runs a function."""
+"""Control of processes by place in the run: ranks, order, and who runs a function."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _LOCAL_PROCESS_IDX = Deprecation("local_process_idx=", "local_process_index=", r
 
 
 def shown(path: str, text: str) -> Any:
-    """A read-only property, whose value `path` leads to from the object, and whose docstring is `text`."""
+    """A read-only property: its value at `path` from the object, its docstring `text`."""
     return property(attrgetter(path), doc=text)
 
 
 class ProcessControl:
-    """The base of the Accelerator, its state and `PartialState`: all that needs nothing but the world."""
+    """Base of the Accelerator, its state and `PartialState`: methods that need only the world."""
 
     _world: World
 
@@ -51,7 +51,7 @@ class ProcessControl:
         self._world.barrier()
 
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
-        """Gives this process its part of `inputs`: `with accelerator.split_between_processes(prompts) as part:`. No collective.
+        """Gives this process its part of `inputs`: `with ... as part:`. No collective.
 
         Takes a sequence, a tensor or array (split along dim 0), a dataset with a length, or a dict
         of such values of one length, the same on all ranks. Parts are consecutive, and the first
@@ -60,7 +60,7 @@ class ProcessControl:
         return split_between_processes(inputs, self._world, apply_padding)
 
     def main_process_first(self) -> AbstractContextManager[None]:
-        """A block that the main process runs before all others: `with accelerator.main_process_first(): download()`.
+        """A block that the main process runs first: `with accelerator.main_process_first():`.
 
         Collective, and no place for other collectives. The others wait beyond the timeout of the
         process group, and raise `RuntimeError` if the main process fails in its block.
@@ -68,18 +68,18 @@ class ProcessControl:
         return leader_first(self._world, local=False)
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """A block that the first process of each machine runs before the others there: see `main_process_first`."""
+        """A block that each machine's first process runs first: see `main_process_first`."""
         return leader_first(self._world, local=True)
 
     def on_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
-        """A decorator: the function runs on the main process; elsewhere it does nothing and returns None. No collective.
+        """A decorator: the function runs on the main process, else gives None. No collective.
 
         Works on methods and coroutine functions, with or without parentheses.
         """
         return self._only(function, lambda: self.is_main_process)
 
     def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
-        """A decorator: the function runs on the first process of each machine. See `on_main_process`."""
+        """A decorator: the function runs on each machine's first process. See `on_main_process`."""
         return self._only(function, lambda: self.is_local_main_process)
 
     def on_last_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
@@ -89,7 +89,7 @@ class ProcessControl:
     def on_process(
         self, function: Callable[..., Any] | None = None, process_index: int | None = None
     ) -> Callable[..., Any]:
-        """A decorator: the function runs on the process of this index: `@accelerator.on_process(process_index=2)`.
+        """Runs the decorated function on one process: `@accelerator.on_process(process_index=2)`.
 
         Negative indices count from the end. In a world of one it runs whatever the index. Raises
         `ValueError` where it is written if there is no such process.
@@ -104,7 +104,7 @@ class ProcessControl:
         *,
         local_process_idx: int | None = None,
     ) -> Callable[..., Any]:
-        """A decorator: the function runs on the process of this index on each machine. See `on_process`."""
+        """A decorator: the function runs on one process of each machine. See `on_process`."""
         if local_process_idx is not None:
             _LOCAL_PROCESS_IDX.warn()
             local_process_index = local_process_idx

@@ -22,7 +22,7 @@ class RecordingMethods(AcceleratorParts):
         *,
         resume: bool = True,
     ) -> None:
-        """Says what the trackers of `log_with` record. No collective; on processes that do not record it does nothing.
+        """Says what the trackers of `log_with` record, on processes that do. No collective.
 
         They start with the first record, so that a `load_state` in between can go on with the run
         of the checkpoint, unless `resume=False`. `config` is stored readably, whatever it is;
@@ -38,7 +38,7 @@ class RecordingMethods(AcceleratorParts):
         step: int | None = None,
         log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Records values with every tracker. No collective; it waits neither for a tracker nor for the device.
+        """Records values with every tracker, waiting for none, nor for the device. No collective.
 
         `values` maps names to numbers, tensors of one element, texts, `Histogram`s, a service's own
         objects, or dicts of these. `step` is at least 0; None: the one after the largest so far.
@@ -57,7 +57,7 @@ class RecordingMethods(AcceleratorParts):
         *,
         dataformats: str | None = None,
     ) -> None:
-        """Records images with every tracker that has them. No collective; images on a device are waited for.
+        """Records images with trackers that have them. No collective; waits for images on a device.
 
         `values` maps names to an image or several: tensors (C, H, W) or (N, C, H, W), arrays (H, W,
         C) or (N, H, W, C), both also (H, W), or images of PIL; `dataformats` names another order,
@@ -85,7 +85,7 @@ class RecordingMethods(AcceleratorParts):
             self._trackers.log_table(table_name, (columns, data, dataframe), step, log_kwargs)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """A tracker by its name, when all that was handed over to it is recorded, or after `stall_timeout`. No collective.
+        """A tracker by name, when all is recorded, or after `stall_timeout`. No collective.
 
         A `TrackerHandle`, which records with this tracker alone; a `GeneralTracker` itself; with
         `unwrap` the service's own object. Where it does not record, an object that does nothing.
@@ -96,7 +96,7 @@ class RecordingMethods(AcceleratorParts):
 
     @property
     def trackers(self) -> list[TrackerHandle | GeneralTracker]:
-        """The trackers that record in this process. Nothing is begun, or waited for, until they are used."""
+        """The trackers that record in this process. They begin, and are waited for, at use."""
         return [] if self._trackers is None else self._trackers.in_hand
 
     @property

@@ -1,4 +1,4 @@
-"""Reads of a loader's iteration: index batches, each with a note of its position; and streams of batches."""
+"""Reads of a loader's iteration: index batches with notes of positions; batch streams."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TRUSTED = (data.SequentialSampler, data.RandomSampler, data.SubsetRandomSampler
 
 @dataclass(slots=True, eq=False)
 class SourceProgress:
-    """The progress of an iteration in its epoch, in samples over all ranks: by what was yielded, not by what was fetched."""
+    """Progress in an epoch, in samples over all ranks: of those yielded, not fetched."""
 
     epoch: int = 0
     samples: int = 0
@@ -33,7 +33,7 @@ class SourceProgress:
 
 @dataclass(eq=False)
 class SourceIteration:
-    """One iteration over a source: its reads, and in `notes` those that torch has taken but not yet delivered.
+    """One iteration over a source: its reads, and in `notes` those not yet delivered by torch.
 
     `before` is what a position needs until the iteration is advanced, as it was before torch asked
     for it: to open one may draw random numbers.
@@ -45,23 +45,23 @@ class SourceIteration:
     notes: deque[IndexRead] = field(default_factory=deque)
 
     def start(self) -> None:
-        """The iterator is advanced for the first time. An iterator that never is has not begun an epoch."""
+        """The iterator is advanced for the first time; before that it has not begun an epoch."""
 
 
 class IndexSource(Protocol):
-    """The source of index batches that a prepared loader reads; every iteration leaves out its first `skipped` ones."""
+    """The source of a prepared loader's index batches; iterations leave out the first `skipped`."""
 
     skipped: int
 
     def open(self, feed: Feed) -> SourceIteration:
-        """Begins an iteration. Where the length is not certain, it looks `feed.lookahead` batches ahead."""
+        """Begins an iteration; without a certain length it looks `feed.lookahead` batches ahead."""
 
     def __len__(self) -> int: ...
 
 
 @dataclass(eq=False)
 class LocalSource:
-    """The source for a single process: all index batches, in the order of the loader's own sampler."""
+    """The source for a single process: all index batches, in the order of the loader's sampler."""
 
     sampler: Any
     batched: bool  # whether that gives batches, or single indices
@@ -133,12 +133,12 @@ def looked_ahead(items: Iterable[T], ahead: int, total: int | None = None) -> It
 
 
 def _settled(batch: Any) -> Any:
-    """An index batch that can wait its turn: the sampler may fill the same list again, or yield a generator."""
+    """An index batch that can wait: a list is copied, a generator drained."""
     return list(batch) if type(batch) is list or not hasattr(batch, "__len__") else batch
 
 
 class BatchStream(IterableDataset[Any]):
-    """A dataset whose elements are the batches of an iterable, and whose other attributes, its state too, are its own."""
+    """A dataset of the batches of an iterable, with the iterable's attributes and state."""
 
     def __init__(self, batches: Any) -> None:
         self.batches = batches
@@ -159,7 +159,7 @@ def is_batch_stream(obj: object) -> bool:
 
 
 def as_data_loader(loader: Any) -> DataLoader[Any]:
-    """A `DataLoader` as it is, a stream of batches as the dataset of one. Raises `TypeError` for anything else."""
+    """A `DataLoader` as it is; a stream of batches as the dataset of one. Else `TypeError`."""
     if isinstance(loader, DataLoader):
         return loader
     if not is_batch_stream(loader):

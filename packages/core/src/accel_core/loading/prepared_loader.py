@@ -1,4 +1,4 @@
-"""Prepared loaders: copies of the user's loaders that place their batches and report them to the feed.
+"""Prepared loaders: copies of loaders that place their batches and report them to the feed.
 
 torch's own machinery fetches the batches; an exact `DataLoader` without workers, pinning and a
 collate function of its own takes a bare loop, whose batches and random draws equal torch's.
@@ -37,7 +37,7 @@ from accel_core.processes import random_state
 
 @dataclass(eq=False)
 class Outlet:
-    """Where the batches of a prepared loader go. A pickled loader reports to a feed of its own, a copy to the same."""
+    """The target of a loader's batches. A pickled one has a feed of its own, a copy the same."""
 
     feed: Feed
     device: torch.device | None  # None: they stay
@@ -65,7 +65,7 @@ class Outlet:
 
 @dataclass(eq=False)
 class IndexBatches:
-    """Stands where the user's batch sampler stood, with its other attributes, and hands torch what the source reads."""
+    """The batch sampler's replacement, with its attributes: hands torch the source's reads."""
 
     source: IndexSource
     outlet: Outlet
@@ -77,7 +77,7 @@ class IndexBatches:
     _restored: partial[Iterator[IndexRead]] | None = None
 
     def begin(self) -> None:
-        """An iterator is about to be made. One that goes on inside an epoch leaves the random streams as it finds them."""
+        """Prepares for an iterator; one that goes on in an epoch leaves random streams alone."""
         # What torch and samplers draw to begin an epoch was drawn before the streams were saved; so was, between two epochs,
         # what torch draws to start workers that persist.
         self.opened = self._restored = None
@@ -94,7 +94,7 @@ class IndexBatches:
         return opening
 
     def take(self, start: bool = True) -> SourceIteration | None:
-        """The opening that torch asked for since the last call: it asks when its iterator is made."""
+        """The opening since the last call: torch asks for one when its iterator is made."""
         opened, self.opened = self.opened, None
         if opened is not None and start:
             opened.start()
@@ -121,7 +121,7 @@ class IndexBatches:
 
 
 class CountingIterator:
-    """torch's iterator, with a count of the batches that it has delivered: some loader classes join them, or leave some out."""
+    """torch's iterator, with a count of batches delivered: loader classes may join or drop some."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -214,7 +214,7 @@ class PreparedLoader(_Base):
 def prepare_local_loader(loader: DataLoader[Any], feed: Feed, device: torch.device | None) -> DataLoader[Any]:
     """A copy of `loader` that puts its batches on `device` and reports them to `feed`.
 
-    Where their number is not certain (iterable sets, own samplers), `feed.lookahead` are looked ahead.
+    Where their number is not certain (iterable sets, own samplers), looks `feed.lookahead` ahead.
     """
     iterable = isinstance(loader.dataset, IterableDataset)
     source = LocalSource(index_sampler(loader), batched=loader.batch_sampler is not None, endless=iterable)
@@ -229,9 +229,9 @@ def prepare_copy(
     strict: bool = False,
     **attributes: Any,
 ) -> DataLoader[Any]:
-    """A copy of `loader` that reads index batches from `source`: an `overridden_copy` with these `attributes` too.
+    """A copy of `loader` that reads index batches from `source`, with these `attributes` too.
 
-    With `strict` (batches may be padded) an `__iter__` of the loader's own yields one for each it takes.
+    With `strict` (batches may be padded) an `__iter__` of its own yields one for each it takes.
     """
     return overridden_copy(loader, overrides, **source_attributes(loader, source, outlet, strict), **attributes)
 
@@ -239,14 +239,14 @@ def prepare_copy(
 def source_attributes(
     loader: DataLoader[Any], source: IndexSource, outlet: Outlet, strict: bool = False
 ) -> dict[str, Any]:
-    """The attributes by which a copy of `loader` reads index batches from `source`. See `prepare_copy`."""
+    """The attributes of a copy of `loader` that reads from `source`. See `prepare_copy`."""
     place = "sampler" if loader.batch_sampler is None else "batch_sampler"
     indices = IndexBatches(source, outlet, index_sampler(loader), strict)
     return {"_accel_outlet": outlet, "_accel_indices": indices, place: indices}
 
 
 def overridden_copy(loader: DataLoader[Any], overrides: type[PreparedLoader], **attributes: Any) -> DataLoader[Any]:
-    """A copy of `loader`, of a subclass of `overrides` and the loader's own class, with these attributes."""
+    """A copy of `loader`, of a subclass of `overrides` and its class, with these attributes."""
     if isinstance(loader, PreparedLoader):
         what = f"This {type(loader).__name__} has been prepared already; prepared again, it would be sharded twice."
         raise ValueError(f"{what} Pass the loader that you built, or go on with the one that prepare() returned.")
@@ -269,7 +269,7 @@ def _noted(reads: Iterator[IndexRead], notes: deque[IndexRead]) -> Iterator[Any]
 
 
 def _blank(overrides: type, original: type) -> Any:
-    """An instance of the overridden class without attributes; a loader's class has another layout than can be changed."""
+    """A blank instance of the overridden class; a loader's layout forbids changing its class."""
     made: Any = overridden_class(original, overrides)
     return made.__new__(made)
 
@@ -282,7 +282,7 @@ def _iterates_by_itself(loader: DataLoader[Any]) -> bool:
 def _matched_batches(
     inner: Iterable[Any], indices: IndexBatches, opening: SourceIteration | None, outlet: Outlet, rows_known: bool
 ) -> Iterator[Any]:
-    """torch's batches, each with what was noted of its index batch; torch draws index batches before they are due."""
+    """torch's batches with notes of their index batches, which torch draws before they are due."""
     remaining: int | None = 0
     with outlet.passage() as passage:
         if opening is not None:
@@ -304,7 +304,7 @@ def _matched_batches(
 
 
 def unmatched_message(how: str) -> str:
-    """The message for a loader class that yields `how` it takes ("more batches than"), where each may be padded."""
+    """The message for a loader class that yields `how` it takes, such as "more batches than"."""
     return (
         f"The __iter__ of this DataLoader subclass yielded {how} it takes from super().__iter__(). Which of them are "
         f"padded cannot be told. Yield one batch for each (to end early, break in your loop), or do not prepare it."
@@ -334,7 +334,7 @@ def _batches_looked_ahead(
 def _with_samples(
     inner: Iterable[Any], indices: IndexBatches, opening: SourceIteration | None
 ) -> Iterator[tuple[Any, SourceIteration | None, int]]:
-    """The batches of a loader class that iterates in its own way, each with the samples that torch has delivered for it."""
+    """Batches of a class that iterates in its own way, with the samples delivered for each."""
     taken = samples = 0
     for batch in inner:
         opening = opening or indices.take()  # the user's __iter__ may have asked for torch's iterator only now

@@ -1,4 +1,4 @@
-"""Windows of gradient accumulation: which micro-batch opens one, which closes it, and what each weighs.
+"""Windows of gradient accumulation: which micro-batch opens or closes one, and its weight.
 
 The gradient of a window is the mean over the micro-batches that are really in it, so their number
 has to be known when it *opens*, hence the feed: loaders report how many batches remain.
@@ -140,7 +140,7 @@ class Accumulation:
         return {name: getattr(self, name) for name in ("open", *_NUMBERS)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The next micro-batch goes on where the state was taken: in its window, or with a new one."""
+        """Goes on where the state was taken: in its window, or with a new one."""
         self.reset()
         self.total_backwards = state["total_backwards"]
         if state["open"]:
@@ -154,7 +154,7 @@ class Accumulation:
         return self.steps > 1 or self.by_caller
 
     def refuse_in_window(self, option: str, value: object) -> None:
-        """Raises `RuntimeError` for what may be assigned between two windows only, if one is open."""
+        """Raises `RuntimeError`, if a window is open, for what may be assigned between two only."""
         if self.open or self.inside:
             what = f"accelerator.{option} = {value!r} was asked for while a window of accumulation is open."
             raise RuntimeError(f"{what} Assign it before the first accumulate() of a window.")
@@ -166,17 +166,17 @@ class Accumulation:
         self.reset()
 
     def lacks_backward(self, settled: int) -> bool:
-        """Whether a step would use gradients that no counted backward gave; `settled`: the last window in which it stepped."""
+        """Whether a step would use uncounted gradients; `settled`: the last window that stepped."""
         return self._has_windows and self.serial > 0 and self.backwards == 0 and settled != self.serial
 
     @property
     def lacks_synchronisation(self) -> bool:
-        """Whether a step now would use gradients that stayed local, because the closing micro-batch ran no backward."""
+        """Whether a step now would use local gradients: the closing micro-batch had no backward."""
         stays_local = self.synchronises and not self.sync_each_batch and self._has_windows and self.size > 1
         return stays_local and self.backwards > 0 and self.micro_backwards == 0
 
     def is_pending(self, settled: int) -> bool:
-        """Whether `zero_grad` would destroy gradients of the present window, which has several micro-batches."""
+        """Whether `zero_grad` would destroy gradients of a window of several micro-batches."""
         pending = self._has_windows and self.backwards > 0 and settled != self.serial
         return pending and (self.open or self.inside)
 
@@ -199,7 +199,7 @@ def is_state(value: Any) -> bool:
 
 @dataclass(slots=True)
 class Accumulate:
-    """The context manager behind `Accelerator.accumulate`: one micro-batch. A class, because it runs in every step."""
+    """The context manager of `Accelerator.accumulate`: one micro-batch. A class, for speed."""
 
     accumulation: Accumulation
     models: Sequence[nn.Module]

@@ -1,4 +1,4 @@
-"""Compiling a model in place, as a whole or block by block, so that names, checkpoints and identity stay what they are."""
+"""Compilation of a model in place, whole or by block; names, checkpoints and identity stay."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def compile_calls(model: nn.Module, options: Mapping[str, Any]) -> None:
 
     With `use_regional_compilation=True` only its repeated blocks run compiled, and share one
     compilation: the members of each outermost `nn.ModuleList` or `nn.Sequential` of one class and
-    equal parameters. Copies and pickles run uncompiled. Other `options` are those of `torch.compile`.
+    equal parameters. Copies and pickles run uncompiled. Other `options` are of `torch.compile`.
     """
     given = dict(options)
     regional = given.pop(REGIONAL, False)
@@ -58,13 +58,13 @@ def compile_calls(model: nn.Module, options: Mapping[str, Any]) -> None:
 
 
 def forget_compiled(model: nn.Module) -> None:
-    """Makes calls of `model` and of its blocks run as before `compile_calls`: uncompiled, or as their user compiled them."""
+    """Makes calls of `model` and its blocks run as before `compile_calls`."""
     for module in model.modules():
         module._compiled_call_impl = _before(module)
 
 
 def _compile(model: nn.Module, options: Mapping[str, Any], code: CodeType | None) -> CodeType:
-    """Compiles the calls of `model`; the answer makes those of an equal module share what was compiled."""
+    """Compiles calls of `model`; the result lets those of an equal module share the code."""
     # `nn.Module.compile` leaves modules of torch's own classes uncompiled without a word: the compiler skips frames of theirs that
     # it is entered through, and not that of a function around the call. It keeps what it compiled with the code object of that, and
     # stops after the eighth variant of one: with a single one the ninth model of a process would run uncompiled.

@@ -1,7 +1,7 @@
 """A whole window of accumulation in one call: the default of the hook `forward_backward`.
 
 Every micro-batch gives a *sum* and a *weight*, and the gradient is that of (sum of sums) / (sum of
-weights) over the window and the data-parallel ranks. The total is known only after the last forward,
+weights) over the window and data-parallel ranks. The total is known only after the last forward,
 and all graphs until then would cost memory. So each backward runs at once, divided by a reference
 (the mean weight per rank of the window before), and reference / total multiplies once at the end.
 """
@@ -138,7 +138,7 @@ def _filled(batches: Iterable[Any], missing: int) -> Iterator[tuple[Any, bool]]:
 
 
 def default_inputs(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A batch as the model's arguments: a mapping as keywords, the first of a tuple or list, else as it is."""
+    """A batch as the model's arguments: a mapping as keywords, a tuple's or list's first, or it."""
     if isinstance(batch, Mapping):
         return (), dict(batch)
     if isinstance(batch, (tuple, list)):

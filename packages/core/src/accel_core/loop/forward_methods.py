@@ -1,4 +1,4 @@
-"""Methods that compute under another name than `forward`: run as that for a call, as strategies act in calls of models."""
+"""Methods that compute beside `forward`: run through calls of models, in which strategies act."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 @dataclass(eq=False)
 class ForwardMethod:
-    """A method of a model, run through calls of the prepared one. Copies of the prepared model have their own."""
+    """A method of a model, run through calls of the prepared one; copies have their own."""
 
     prepared: nn.Module
     path: str  # of the user's model in it
@@ -40,7 +40,7 @@ class ForwardMethod:
 
 
 def mark_forward_method(prepared: nn.Module, original: nn.Module, name: str) -> None:
-    """Has a method of the user's model run through calls of the prepared one, or raises `ValueError`."""
+    """Has a method of the user's model run through calls of the prepared one, or `ValueError`."""
     if isinstance(vars(prepared).get(name), ForwardMethod) or name == "forward":
         return
     method = getattr(original, name, None)

@@ -1,4 +1,4 @@
-"""Optimizers whose method `fused_backward(loss, lr)` runs the backward, and updates each parameter in it, as LOMO does."""
+"""Optimizers whose `fused_backward(loss, lr)` updates parameters in the backward, as LOMO's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def is_fused(optimizer: object) -> bool:
-    """Whether an optimizer updates parameters during the backward: it has a method `fused_backward`."""
+    """Whether an optimizer updates parameters in the backward: by a method `fused_backward`."""
     return callable(getattr(optimizer, "fused_backward", None))
 
 
@@ -35,7 +35,7 @@ def fused_backward(
     owners: Mapping[str, Selected | None],
     options: Mapping[str, Any],
 ) -> None:
-    """Runs the backward of a loss, and the one optimizer that is prepared updates the parameters meanwhile."""
+    """Runs the backward of a loss, in which the one prepared optimizer updates parameters."""
     fused: Any = next(filter(is_fused, optimizers), None)
     names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
     if fused is None:
@@ -71,7 +71,7 @@ def refuse(call: str, optimizers: Sequence[Optimizer]) -> None:
 
 
 def refuse_detection(optimizer: Optimizer) -> None:
-    """Raises for a fused optimizer: a backward cannot be repeated once it has changed the parameters."""
+    """Raises for a fused optimizer: its backward changes parameters, so cannot be repeated."""
     if is_fused(optimizer):
         what = f"Accelerator(detect_nonfinite=True) was asked for, but {type(optimizer).__name__} updates parameters"
         raise ValueError(f"{what} during the backward, so a window that went wrong cannot be repeated. Leave it out.")

@@ -1,4 +1,4 @@
-"""The gradients of prepared models: in `.grad`, or where the hook `gradient_state` of a strategy says."""
+"""Gradients of prepared models: in `.grad`, or as a strategy's hook `gradient_state` says."""
 
 from __future__ import annotations
 

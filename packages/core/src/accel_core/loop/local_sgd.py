@@ -1,4 +1,4 @@
-"""Local SGD (Stich, ICLR 2019): every rank trains by itself, and parameters are averaged now and then, not gradients."""
+"""Local SGD (Stich, ICLR 2019): ranks train alone, and average parameters, not gradients."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 class LocalSGD:
-    """A block in which gradients stay local, and parameters are averaged over the data-parallel ranks every few steps.
+    """A block with local gradients; data-parallel ranks average parameters every few steps.
 
-    `step()`, behind `optimizer.step()`, is a collective when an average is due, as is the end of the
+    `step()`, behind `optimizer.step()`, is collective when an average is due, as is the end of the
     block, after which all ranks hold the same model: the mean of what was trained in it, and the
     buffers of the first rank. Optimizers keep their own state. `enabled=False`: it does nothing, as
     in a world of one. Raises `ValueError` for a model that is not prepared for training, or a
@@ -69,9 +69,9 @@ class LocalSGD:
             self._trained.clear()
 
     def step(self) -> None:
-        """Counts a step, and averages when `local_sgd_steps` were counted. Call it after `optimizer.step()`.
+        """Counts a step, and averages after `local_sgd_steps`. Call it after `optimizer.step()`.
 
-        Inside `accumulate` each micro-batch may call it, and an average waits for the end of the window.
+        Inside `accumulate` each micro-batch may call it; an average waits for the window's end.
         Ranks that have not called it equally often raise `CollectiveMismatchError`.
         """
         if not self._inside:

@@ -1,7 +1,7 @@
 """Memory: giving it back, and finding the largest batch size that fits.
 
-In a larger world the ranks vote on each attempt, through the store, as some may wait in a collective
-of it. One that nobody can take back holds the others where a rank runs out of memory alone: so votes
+In a larger world ranks vote on each attempt, through the store, as some may wait in a collective
+of it. One that nobody can take back holds the others if a rank runs out of memory alone: so votes
 tell how many each rank has begun, and a rank without room waits for its patience only.
 """
 
@@ -31,7 +31,7 @@ _DONE, _NO_ROOM = "done", "ran out of memory"
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Gives memory that torch keeps for reuse back to the accelerator, after a `garbage_collection`. No collective."""
+    """Frees the memory that torch caches, after a `garbage_collection`. No collective."""
     if garbage_collection:
         gc.collect()
     if torch.accelerator.is_available():
@@ -39,7 +39,7 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
 
 
 def release_memory(*objects: Any) -> list[None]:
-    """A None for each object, once what nobody else holds is freed: `model, loss = release_memory(model, loss)`.
+    """A None for each object, freed if nobody else holds it: `a, b = release_memory(a, b)`.
 
     No collective. What an Accelerator has prepared is forgotten by `Accelerator.free_memory`.
     """
@@ -65,7 +65,7 @@ def find_executable_batch_size(
     *,
     patience: float = 60.0,
 ) -> Callable[..., Any]:
-    """A decorator that calls a function with smaller and smaller batch sizes, until its memory suffices.
+    """A decorator that calls a function with smaller batch sizes until its memory suffices.
 
     `function(batch_size, ...)` is called as `function(...)`, from its beginning for each size; any
     other error passes. Later calls start with the size that was found. In a larger world each call
@@ -73,7 +73,7 @@ def find_executable_batch_size(
     fit, or nothing, and returns a smaller int, 0 to end the search; None: nine tenths. `patience`:
     for how many seconds a rank without room waits for the others to end the attempt.
 
-    Raises `ValueError` for a first size below 1 or a next one that is not smaller, `RuntimeError` if
+    Raises `ValueError` for a first size below 1 or a next one not smaller, `RuntimeError` if
     no size fits or the ranks cannot go on together.
     """
     if function is None:
@@ -127,7 +127,7 @@ def _attempt(function: Callable[..., Any], name: str, size: int, args: Any, kwar
 
 
 def _vote(function: str, size: int, outcome: str) -> tuple[dist.Store, list[str]] | None:
-    """Says what became of an attempt on this rank. Returns where the votes of all stand; None if there is nobody else."""
+    """Votes on this rank's attempt. Returns where all votes stand; None if it is alone."""
     group = dist.group.WORLD if dist.is_initialized() else None
     if group is None or group.size() == 1:
         return None
@@ -142,7 +142,7 @@ def _vote(function: str, size: int, outcome: str) -> tuple[dist.Store, list[str]
 
 
 def _all_had_room(function: str, size: int, problem: str | None, patience: timedelta) -> bool:
-    """Whether an attempt has ended well on all ranks, or else can be repeated by all. Raises where neither holds."""
+    """Whether an attempt ended well on all ranks, or all can repeat it. Raises otherwise."""
     ballot = _vote(function, size, _DONE if problem is None else _NO_ROOM)
     if ballot is None:
         return problem is None

@@ -42,7 +42,7 @@ SKIPPED: Final = _Skipped()
 
 
 class OptimizerGate:
-    """The Accelerator's record of one prepared optimizer, whose steps it controls, in place, until `remove`.
+    """The Accelerator's record of a prepared optimizer, whose steps it controls until `remove`.
 
     `relay` has the hooks `optimizer_step` and `unscale_gradients`; `prepared` is None without an
     Accelerator. `needs_backward`: whether gradients of a plain backward would be wrong. `engine` is
@@ -89,7 +89,7 @@ class OptimizerGate:
         }
 
     def remove(self, optimizer: Optimizer) -> None:
-        """Gives the optimizer its own methods back. Raises `ValueError` if something was configured for it alone."""
+        """Gives the optimizer its own methods back; `ValueError` if it has settings of its own."""
         if self.keeps:
             raise ValueError(
                 f"This {type(optimizer).__name__} was given {self.keeps} by AcceleratedOptimizer(), and an Accelerator "
@@ -102,7 +102,7 @@ class OptimizerGate:
         attributes.update(self._shadowed)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Steps, unless the window is open. Returns what the optimizer's own step returns, None if it did not step."""
+        """Steps, unless the window is open. Returns what the optimizer's step does, else None."""
         if self._inside:  # called by `optimizer_step`, a loss scaler for example
             return self._own_step(*args, **kwargs)
         accumulation = self.accumulation
@@ -280,7 +280,7 @@ def _reduced_bare(optimizer: Optimizer, protocol: Any) -> Any:
 
 
 def place_state(optimizer: Optimizer) -> None:
-    """Moves the state that an optimizer has already to the devices of its parameters; numbers of steps stay where they are."""
+    """Moves an optimizer's state to the devices of its parameters; 0-d tensors stay."""
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.dim() and value.device != parameter.device:

@@ -1,4 +1,4 @@
-"""Preparing: which object is what, in which order they are prepared, and what is remembered of them."""
+"""Preparation of objects: their kinds, the order, and records of what was prepared."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class PreparedModel:
 
 
 class Prepared:
-    """The objects that one Accelerator has prepared, in order; of the hooks it takes, None are owned by nobody."""
+    """The objects that one Accelerator prepared, in order; of its hooks, None have no owner."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class Prepared:
         return next((record for record in self.models if model in (record.original, record.prepared)), None)
 
     def find_part(self, model: nn.Module) -> tuple[PreparedModel, str] | None:
-        """The record of a trained model of which `model` is all or a part, and what names of its parameters begin with."""
+        """The record of the trained model with `model` as all or part; its parameters' prefix."""
         inner = getattr(model, "_orig_mod", model)
         for record in self._training():
             if inner is record.prepared:
@@ -135,7 +135,7 @@ class Prepared:
             yield from record.prepared.parameters()
 
     def learned(self, *models: nn.Module) -> list[nn.Parameter]:
-        """Every parameter that a backward may give a gradient, once: of trained models, of optimizers, and of `models`."""
+        """Parameters that may get a gradient, once: of trained models, optimizers, `models`."""
         found = {id(parameter): parameter for parameter in self.parameters()}
         for holder in (*map(held_by, self.optimizers), *(model.parameters() for model in models)):
             found.update((id(parameter), parameter) for parameter in holder)
@@ -146,7 +146,7 @@ class Prepared:
         return (gate for optimizer in self.optimizers if (gate := gate_of(optimizer)) is not None)
 
     def copy_behind(self, wait: Callable[[], None] | None) -> None:
-        """Optimizers call `wait` before they step again: until it returns, somebody copies what they change."""
+        """Has optimizers call `wait` before their next step: somebody copies what they change."""
         self._copying = wait
         if wait is not None:
             for gate in self.gates():
@@ -163,13 +163,13 @@ class Prepared:
         self.gradients.scale(self.learned(), factor)
 
     def holders(self, model: nn.Module, candidates: Iterable[Optimizer]) -> list[Optimizer]:
-        """The optimizers that hold a parameter of `model`, prepared earlier or among `candidates`."""
+        """The optimizers that hold a parameter of `model`, prepared or among `candidates`."""
         own = set(map(id, model.parameters()))
         known = {id(optimizer): optimizer for optimizer in (*self.optimizers, *candidates)}
         return [each for each in known.values() if any(id(parameter) in own for parameter in held_by(each))]
 
     def check_orphans(self) -> None:
-        """Raises when an optimizer trains parameters whose gradients no strategy averages. Cheap after the first time."""
+        """Raises if an optimizer has parameters whose gradients are not averaged. Cheap later."""
         if self._world.size > 1 and self.unchecked:
             known = {id(each) for record in self._training() for each in record.parameters}
             for optimizer in self.optimizers:
@@ -184,7 +184,7 @@ class Prepared:
         self.unchecked = False
 
     def frozen_of(self, optimizer: Optimizer) -> dict[str, nn.Parameter]:
-        """By name, the parameters of an optimizer that are from models wholly frozen when prepared."""
+        """By name, an optimizer's parameters of models that were wholly frozen when prepared."""
         trained = self._training()
         frozen = [record for record in trained if record.frozen]
         if self._world.size == 1 or not frozen:
@@ -220,7 +220,7 @@ class Prepared:
 class ParameterReplacement:
     """Remembers the parameters of a model, which keep their names, before they are replaced.
 
-    An optimizer that was built before would go on with dead tensors, and train nothing without a word.
+    An optimizer built before would go on with dead tensors, and train nothing without a word.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -229,7 +229,7 @@ class ParameterReplacement:
         self._before = dict(model.named_parameters(remove_duplicate=False))
 
     def apply(self, move: MoveState | None = None) -> None:
-        """Puts the present parameters into `group["params"]`; `move` makes the state of a former one fit its successor."""
+        """Puts present parameters into `group["params"]`; `move` fits a former one's state."""
         after = dict(self._model.named_parameters(remove_duplicate=False))
         replaced = {name: old for name, old in self._before.items() if after.get(name, old) is not old}
         successor = {id(old): (old, after[name]) for name, old in replaced.items()}
@@ -244,7 +244,7 @@ class ParameterReplacement:
 
 
 def kind_of(obj: object) -> Kind:
-    """The kind of `obj` for `prepare`. Raises `TypeError` for what would be trained on half prepared."""
+    """The kind of `obj` for `prepare`; `TypeError` for what would be trained half prepared."""
     for kind, name in _KINDS.items():
         if isinstance(obj, kind):
             return name
@@ -273,7 +273,7 @@ def require(call: str, obj: object, kind: type, wanted: str) -> None:
 
 
 def check_device_placement(given: Sequence[bool] | None, objects: Sequence[object], places_models: bool) -> None:
-    """Raises unless `device_placement=[...]` has an entry per object, and the strategy leaves placing to the user."""
+    """Raises unless `device_placement` has an entry per object, and the user places models."""
     if given is None:
         return
     as_sequence("device_placement", given)
@@ -285,7 +285,7 @@ def check_device_placement(given: Sequence[bool] | None, objects: Sequence[objec
 
 
 def check_state_kept(optimizers: Iterable[Optimizer]) -> None:
-    """Raises if a strategy has replaced parameters, and left behind what an optimizer that has stepped knew of them."""
+    """Raises if a strategy has replaced parameters of an optimizer that has state for them."""
     for optimizer in optimizers:
         held = {id(parameter) for parameter in held_by(optimizer)}
         states: Iterable[tuple[Any, Any]] = optimizer.state.items()  # some optimizers keep state under names, or empty
@@ -299,7 +299,7 @@ def check_state_kept(optimizers: Iterable[Optimizer]) -> None:
 
 
 def check_reading(feed: Feed, ranks: int) -> None:
-    """Warns, before the first backward, where every rank trains on all samples of a loader that nobody prepared."""
+    """Warns, before the first backward, if every rank trains on all of an unprepared loader."""
     if ranks == 1 or feed.newest() is not None:
         return
     for each in gc.get_objects():
@@ -318,7 +318,7 @@ def check_reading(feed: Feed, ranks: int) -> None:
 
 
 def warn_of_empty(loader: DataLoader[Any]) -> None:
-    """Warns if a prepared loader has no batch, so that a loop over it does nothing. Of those without a length nobody knows."""
+    """Warns if a prepared loader has no batch; nothing is known of those without a length."""
     if length_of(loader) == 0:
         warnings.warn(
             f"The prepared {type(loader).__name__} has no batch on this rank, so loops over it do nothing. Look at "
@@ -328,7 +328,7 @@ def warn_of_empty(loader: DataLoader[Any]) -> None:
 
 
 def check_device_map(model: nn.Module, world: World, param: torch.dtype | None) -> None:
-    """Raises for a device map in a larger world, or with weights that nobody can cast to `param`."""
+    """Raises for a device map in a larger world, or with weights that cannot become `param`."""
     if world.size > 1 and has_device_map(model):
         what = f"{type(model).__name__} is spread over several devices by its hf_device_map, and {world.size}"
         raise ValueError(f"{what} processes were started. Load it without a device map, or start one process.")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class ProfileKwargs(KwargsHandler):
-    """Options of `Accelerator.profile`; all but `output_trace_dir` are those of `torch.profiler.profile`.
+    """Options of `Accelerator.profile`; all but `output_trace_dir` are `torch.profiler.profile`'s.
 
     `activities`: members of `torch.profiler.ProfilerActivity` or their names, such as "cpu"; None:
     the CPU, and the accelerator if there is one. `schedule_option`: arguments of
@@ -44,7 +44,7 @@ class ProfileKwargs(KwargsHandler):
     output_trace_dir: str | os.PathLike[str] | None = None
 
     def build(self) -> torch.profiler.profile:
-        """A new profiler with these options, which writes no files by itself. `ValueError` if it cannot record one."""
+        """A new profiler, which writes no files; `ValueError` for an activity it cannot record."""
         given = self.to_kwargs()
         given.pop("output_trace_dir", None)
         if self.activities is not None:
@@ -56,7 +56,7 @@ class ProfileKwargs(KwargsHandler):
 
 @contextmanager
 def profile(handler: ProfileKwargs, world: World) -> Iterator[torch.profiler.profile]:
-    """Profiles the block on this rank; cycles become `profile_<rank>.json`, `profile_<rank>_1.json` …"""
+    """Profiles the block on this rank; cycles: `profile_<rank>.json`, `profile_<rank>_1.json` …"""
     folder = None if handler.output_trace_dir is None else Path(handler.output_trace_dir)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)

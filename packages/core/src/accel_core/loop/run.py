@@ -1,4 +1,4 @@
-"""The run of one Accelerator, as checkpoints see it: what has a state, and what the user has registered."""
+"""The run of one Accelerator, for checkpoints: what has a state, what the user registered."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Asynchronous = bool | Literal["eager", "lazy"]
 class Run:
     """The parts of an Accelerator whose state is saved.
 
-    `components` are the precision, the strategy and the plugins, by the name under which their state
+    `components` are the precision, the strategy and the plugins, by the names under which state
     is saved. `declares_layout`: whether the strategy has all of `LAYOUT_HOOKS`. `seed` gives None
     before a loader was prepared. `registered` and the hooks are the user's, in order.
     """
@@ -106,7 +106,7 @@ class Run:
 
 
 def names_of(models: Mapping[int, nn.Module]) -> dict[int, str]:
-    """By its `id`, a name for every parameter: the number of the model, a dot, its name in `state_dict()`."""
+    """By `id`, a name for every parameter: its model's number, a dot, its `state_dict()` name."""
     found: dict[int, str] = {}
     for number, model in models.items():
         for name, value in (*model.state_dict(keep_vars=True).items(), *model.named_parameters()):

@@ -43,7 +43,7 @@ class SchedulerRule:
 
 
 def rule_of(with_optimizer: bool, processes: int | None, adjust: bool | None) -> SchedulerRule:
-    """The rule that the Accelerator's arguments ask for; `processes`: by how many steps are multiplied."""
+    """The rule that the Accelerator's arguments ask for; `processes`: the factor of steps."""
     with_optimizer = flag("step_scheduler_with_optimizer", with_optimizer, "", True).value
     if not with_optimizer and (processes or adjust):
         asked = "step_scheduler_per_process=True" if processes else "adjust_scheduler=True"
@@ -71,7 +71,7 @@ def is_scheduler(obj: object) -> bool:
 
 
 def gate_scheduler(scheduler: Any, rule: SchedulerRule) -> None:
-    """Holds `scheduler.step()` back as long as its optimizer is, unless another rule was made by hand."""
+    """Holds `scheduler.step()` back with its optimizer; `ValueError` after another rule by hand."""
     old = rule_on(scheduler)
     asked = rule.with_optimizer, rule.others
     if old is not None and old.by_hand and not rule.by_hand and (old.with_optimizer, old.others) != asked:

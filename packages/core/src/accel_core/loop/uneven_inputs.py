@@ -1,4 +1,4 @@
-"""Training loops that end at different batches on different ranks, under a strategy whose models can join.
+"""Training loops of unequal length on the ranks, under a strategy whose models can join.
 
 torch's `Join` does the work, and every rank takes parameters and buffers of the one that went on
 longest. Here optimizers and schedulers come from that rank too, else the ranks would drift apart.
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def evenness(feed: Feed, even_batches: bool | None, joining: bool) -> Iterator[None]:
-    """Sets within a block what the feed asks of loaders: see the attributes of `Feed`. No collective."""
+    """Sets, in a block, what loaders are asked for: see `Feed`'s attributes. No collective."""
     flag("even_batches", even_batches, "", None)  # which raises for a text, say
     before = feed.even_batches, feed.joining
     feed.even_batches, feed.joining = even_batches, joining
@@ -38,7 +38,7 @@ def evenness(feed: Feed, even_batches: bool | None, joining: bool) -> Iterator[N
 
 
 def as_joinables(given: Sequence[Any]) -> list[Joinable]:
-    """The objects that are to join, without what `torch.compile` put around them, or a `TypeError`."""
+    """The objects to join, without what `torch.compile` put around them, or a `TypeError`."""
     found = [getattr(each, "_orig_mod", each) for each in given]
     for each in found:
         if not isinstance(each, Joinable):
@@ -82,7 +82,7 @@ def joined(
 
 
 class _Followers(Joinable):
-    """Optimizers and schedulers: they take no part in the others' steps, and follow the rank that went on longest."""
+    """Optimizers and schedulers that take states of the rank that went on longest."""
 
     def __init__(self, leader: Joinable, world: World, prepared: Prepared, others: Sequence[Any]) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class _Followers(Joinable):
         return self._leader.join_process_group
 
     def _follow(self, is_last_joiner: bool) -> None:
-        """Takes the states of the highest rank among those that went on longest, whose parameters DDP takes too."""
+        """Takes the states of the highest rank of those that went on longest, as DDP does."""
         world, group = self._world, self.join_process_group
         last: list[bool] = reduce_gather.gather(torch.tensor([is_last_joiner]), world, group).tolist()
         if all(last):

@@ -1,4 +1,4 @@
-"""Options of components that were given outside of the code: each component's *section*, under the name that chooses it.
+"""Options of components from outside of the code: a *section* each, named as it is chosen.
 
     ACCELERATE_FSDP__CPU_OFFLOAD=yes        --fsdp.cpu-offload        fsdp: {cpu_offload: true}
 
@@ -31,7 +31,7 @@ _NOWHERE: Mapping[str, str] = MappingProxyType({})
 
 
 class Shared(NamedTuple):
-    """A section that is there whatever is chosen: a class, and those of its fields that are options of the Accelerator."""
+    """A section that is always there: a class, and its fields that the Accelerator has too."""
 
     handler: type[KwargsHandler]
     elsewhere: Mapping[str, str] = _NOWHERE
@@ -47,7 +47,7 @@ SECTIONS: Mapping[str, Shared] = {
 
 
 class Sections:
-    """The options given for components outside of the code, and those in use. One for each Accelerator."""
+    """Options given for components outside of the code, and those in use; per Accelerator."""
 
     def __init__(self) -> None:
         self._sources = {name: next(iter(given.values())).source for name, given in given_sections().items()}
@@ -59,7 +59,7 @@ class Sections:
     ) -> dict[str, Any]:
         """The options given for the component chosen as `name`, whose constructor `load` gives.
 
-        `elsewhere`: parameter → option of the Accelerator. Raises `ValueError` for what does not fit.
+        `elsewhere`: parameter → the Accelerator's option. `ValueError` for what does not fit.
         """
         section = section_name(name)
         is_taken = section in self._used
@@ -84,14 +84,14 @@ class Sections:
         self.options.update({f"{section_name(name)}.{option}": value for option, value in options.items()})
 
     def refuse_beside(self, name: str, given: str) -> None:
-        """Raises `ValueError` where options of a component were given beside `given`, an object that configures it."""
+        """Raises `ValueError` for outside options of a component that `given` configures."""
         source = self._sources.get(section_name(name))
         if source is not None:
             what = f"{source} was given, an option of {name!r}, beside {given}, and an object built in code is complete"
             raise ValueError(f"{what}. Leave {source} out, or choose {name!r} by name.")
 
     def refuse_beside_object(self, component: object, offers: Iterable[Offer]) -> None:
-        """Calls `refuse_beside` for a component built in code, under each name that offers its class."""
+        """Calls `refuse_beside` for a component built in code, under each name of its class."""
         kind = type(component)
         for offer in offers:
             module, _, attribute = offer.value.partition(":")
@@ -99,7 +99,7 @@ class Sections:
                 self.refuse_beside(offer.name, f"{kind.__name__}(...)")
 
     def finish(self, offers: Iterable[Offer], active: str) -> None:
-        """Refuses sections of nothing that is installed, and warns of those of what is not active (`active` says what is)."""
+        """Refuses sections of nothing installed; warns of inactive ones (`active` says what is)."""
         known = {section_name(offer.name): offer.name for offer in offers} | {name: name for name in SECTIONS}
         for section in sorted(self._sources.keys() - self._used):
             given = f"{self._sources[section]} was given, an option of"
@@ -113,7 +113,7 @@ class Sections:
 def read_section(
     name: str, factory: Callable[..., Any], elsewhere: Mapping[str, str] = _NOWHERE
 ) -> dict[str, Option[Any]]:
-    """The given options of one component, each with its source. Arguments and errors as in `Sections.take`."""
+    """The given options of one component, with sources. Arguments, errors: `Sections.take`."""
     told = given_sections().get(section_name(name), {})
     if not told:
         return {}  # before anything is looked into

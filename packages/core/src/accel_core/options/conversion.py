@@ -1,4 +1,4 @@
-"""Options of a constructor, and their values made from text and from data, for a closed set of types.
+"""Options of a constructor, and their values from text and from data, for a closed set of types.
 
 `_type` lists them; unions of these are admitted too, and lists, tuples, sets and dicts of them.
 *Text* is what the environment and the command line have, *data* what JSON and YAML have.
@@ -47,7 +47,7 @@ def from_data(kind: Any, data: Any) -> Any:
 
 
 def to_data(value: Any) -> Any:
-    """A value of the closed set of types as data, such that `from_data` gives it back. Raises `TypeError` for any other."""
+    """A value as data, which `from_data` reads; `TypeError` for a type not of the closed set."""
     for kinds, make in _DATA:
         if isinstance(value, kinds):
             return make(value)
@@ -67,7 +67,7 @@ _DATA: Sequence[tuple[Any, Callable[[Any], Any]]] = (
 
 
 def expected(kind: Any) -> str:
-    """A description of the values of type `kind`: "true or false", "a whole number", "one of 'pad', 'stop'"."""
+    """A description of a type: "true or false", "a whole number", "one of 'pad', 'stop'"."""
     known = [_type(member) for member in members(kind) if member is not types.NoneType]
     words = list(dict.fromkeys(each.words for each in known if each is not None))
     words += ["'none'"] if types.NoneType in members(kind) else []
@@ -84,7 +84,7 @@ def choices(kind: Any) -> tuple[Any, ...]:
 
 
 def members(kind: Any) -> list[Any]:
-    """The types that a union admits, None's among them, those of unions inside of it, too; the type itself if it is no union."""
+    """The types in a union, None's and nested ones' too; of any other type, that type alone."""
     kind = types.NoneType if kind is None else kind
     if get_origin(kind) in {Union, types.UnionType}:
         return [member for each in get_args(kind) for member in members(each)]
@@ -94,12 +94,12 @@ def members(kind: Any) -> list[Any]:
 
 
 def is_expressible(kind: Any) -> bool:
-    """Whether text can express a value of the type that is not None. Members of a union that it cannot are for Python only."""
+    """Whether text can express values other than None of the type, or of a member of a union."""
     return kind is Any or any(_type(member) for member in members(kind) if member is not types.NoneType)
 
 
 class _Type(NamedTuple):
-    """One type of the closed set. Members of a union are tried by `order`: the narrow before the wide, and text last."""
+    """One type of the closed set. A union tries them by `order`: narrow before wide, text last."""
 
     order: int
     make: Callable[[Any], Any]
@@ -216,7 +216,7 @@ def _is_json(text: str) -> bool:
 
 
 def _mapping(own: Any, value: Any) -> dict[str, Any]:
-    """A dict whose values are of the type `own`. A key that stands there twice is refused: only one value could hold."""
+    """A dict of values of the type `own`. Refuses a key that stands there twice."""
     if isinstance(value, str) and _is_json(value):
         value = json.loads(value, object_pairs_hook=_unique)
     elif isinstance(value, str):
@@ -249,7 +249,7 @@ def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Field:
-    """One option of a component: a parameter, with its type evaluated, and why text cannot express it, if it cannot."""
+    """An option as a parameter, with its evaluated type, and why text cannot express it, if so."""
 
     name: str
     type: Any
@@ -258,7 +258,7 @@ class Field:
 
 
 def fields_of(factory: Callable[..., Any]) -> dict[str, Field]:
-    """The options of what a class, function or `functools.partial` makes, by name, without `*args` and `**kwargs`."""
+    """Options of a class, function or `functools.partial`, by name; no `*args`, `**kwargs`."""
     parameters = inspect.signature(factory).parameters.values()
     stars = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
     return {each.name: _field(factory, each) for each in parameters if each.kind not in stars}
@@ -280,7 +280,7 @@ def _field(factory: Callable[..., Any], parameter: inspect.Parameter) -> Field:
 
 
 class _Names(dict[str, Any]):
-    """The names in annotations: those of their module; of what is imported for type checkers only, the usual ones, else objects."""
+    """Names in annotations: of the module, usual imports for type checkers, else objects."""
 
     def __init__(self, factory: Callable[..., Any]) -> None:
         while isinstance(factory, partial):

@@ -1,4 +1,4 @@
-"""Options as objects: data classes handed to `Accelerator(kwargs_handlers=[...])`, and the folders of a project."""
+"""Option classes for `Accelerator(kwargs_handlers=[...])`, and the folders of a project."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Location = str | os.PathLike[str] | None
 
 @dataclass
 class KwargsHandler:
-    """Base of the option classes. A field that was not set is left to the receiver's own default."""
+    """Base of the option classes. A field that was not set has the receiver's own default."""
 
     on_request: ClassVar[bool] = False  # whether options wait for a call of the user's, and are never idle
 
@@ -31,7 +31,7 @@ def _default_of(field: Any) -> Any:
 
 
 def check_flags(options: object, *names: str) -> None:
-    """Raises `TypeError` for a truth value that is none: a text such as "no" would count as true."""
+    """Raises `TypeError` for a flag that is no bool: a text such as "no" would count as true."""
     for name in names:
         value = getattr(options, name)
         if not isinstance(value, bool):
@@ -99,7 +99,7 @@ class GradientAccumulationPlugin(KwargsHandler):
 
 @dataclass
 class TrackingKwargs(KwargsHandler):
-    """Options for trackers that raise, or take long: they are switched off with one warning, and the training goes on.
+    """Options for failing or slow trackers, switched off with a warning; the training goes on.
 
     Args:
         strict: whether a tracker's failure, or a value that it cannot record, ends the run with a
@@ -125,7 +125,7 @@ class TrackingKwargs(KwargsHandler):
 
 @dataclass
 class TorchDynamoPlugin(KwargsHandler):
-    """Options for compiling prepared models: `Accelerator(dynamo_plugin=TorchDynamoPlugin(mode="reduce-overhead"))`.
+    """Options of `torch.compile`: `Accelerator(dynamo_plugin=TorchDynamoPlugin(...))`.
 
     The object is complete: what was said outside of the code is refused beside it. All but the last
     field are handed to `torch.compile`, which refuses `mode` beside `options`.
@@ -188,7 +188,7 @@ class ProjectConfiguration:
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: Location = None) -> None:
-        """Sets the folder of the project, which is made when something is written, and that of the logs if none was given."""
+        """Sets the project's folder, made at the first write, and that of logs if not given."""
         follows = not self._logs_were_given and self.logging_dir in (None, self.project_dir)
         self.project_dir = project_dir
         if follows:

@@ -1,4 +1,4 @@
-"""Options from outside of the code: a launcher's command line, the environment, a configuration file, in this order.
+"""Options from outside: a launcher's command line, the environment, a file, in this order.
 
 The variable of an option is `ACCELERATE_<OPTION>`, that of a component's option
 `ACCELERATE_<COMPONENT>__<OPTION>`. A launcher hands on what its command line and its file say in
@@ -52,7 +52,7 @@ _LEVELS = ("command line", "file")
 
 
 class GivenOption(NamedTuple):
-    """One value that was given outside of the code: text, or data as JSON has them; and where it was said."""
+    """A value given outside of the code, as text or JSON-like data; and where it was said."""
 
     value: Any
     source: str
@@ -66,7 +66,7 @@ class GivenOption(NamedTuple):
 
 
 def variable_of(option: str, section: str = "") -> str:
-    """The variable of an option; `section` is the component's name, empty for options of the Accelerator itself."""
+    """The variable of an option of the component named `section`, empty for the Accelerator."""
     if not section:
         return _SPECIAL.get(option, f"{PREFIX}{option.upper()}")
     return f"{PREFIX}{section_name(section).upper()}__{option.upper()}"
@@ -78,7 +78,7 @@ def section_name(component: str) -> str:
 
 
 def given_outside(variable: str) -> GivenOption | None:
-    """The value given for an option by the first of command line, environment and file; None if none gives one."""
+    """An option's value by the first of command line, environment and file, or None."""
     return _first(variable, inherited())
 
 
@@ -90,7 +90,7 @@ def _first(variable: str, launched: Mapping[str, Mapping[str, GivenOption]]) -> 
 
 
 def given_sections() -> dict[str, dict[str, GivenOption]]:
-    """The options given for components: `section_name` of the component → option in small letters → value."""
+    """Options given for components: `section_name` → option in small letters → value."""
     launched = inherited()
     found: dict[str, dict[str, GivenOption]] = {}
     for name in sorted({*launched["command line"], *launched["file"], *os.environ}):

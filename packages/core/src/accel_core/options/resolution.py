@@ -1,4 +1,4 @@
-"""Options of the Accelerator and of its loader component: an argument wins, even if it equals the default, then what was said outside."""
+"""Options of the Accelerator and its loader: an argument wins, then what was said outside."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ VARIABLES: Mapping[str, str] = {name: variable_of(name) for name in LOADER_OPTIO
 
 @dataclass(frozen=True)
 class Option(Generic[T]):
-    """A value, and its source: "argument", an option of a launcher, the name of a variable, a file, or "default"."""
+    """A value and its source: "argument", a launcher's option, a variable, a file, "default"."""
 
     value: T
     source: str
 
 
 def resolve(argument: T | None, variable: str, parse: Callable[[str, str], T], default: D) -> Option[T | D]:
-    """The argument unless it is None, else what `parse` makes of the text and source given outside, else the default."""
+    """The argument unless None, else the text given outside, parsed, else the default."""
     if argument is not None:
         return Option(argument, "argument")
     found = given_outside(variable)
@@ -68,21 +68,21 @@ def as_list(text: str, _: str) -> list[str]:
 
 
 def flag(name: str, argument: object, variable: str, default: D) -> Option[bool | D]:
-    """A resolved truth value. Raises `TypeError` for an argument that is none: a text such as "no" would count as true."""
+    """A resolved flag. Raises `TypeError` for no bool: a text such as "no" would be true."""
     if argument is not None and not isinstance(argument, bool):
         raise TypeError(f"{name}={argument!r} is a {type(argument).__name__}: expected True or False.")
     return resolve(argument, variable, as_bool, default)
 
 
 def as_sequence(name: str, value: object) -> Sequence[Any]:
-    """A list or tuple as it is. Raises `TypeError` for anything else, such as one object instead of a list of one."""
+    """A list or tuple as it is. Raises `TypeError` for others: one object without a list."""
     if not isinstance(value, (list, tuple)):
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}: expected a list, e.g. {name}=[...].")
     return value
 
 
 def as_rng_types(asked: str, value: object) -> tuple[str, ...]:
-    """The random streams in a list of texts and `RNGType`s, or `TypeError` if it is none, `ValueError` for an unknown name."""
+    """The random streams in a list; `TypeError` for no list, `ValueError` for unknown names."""
     known = [kind.value for kind in RNGType]
     for kind in as_sequence(asked, value):
         if kind not in known:
@@ -93,7 +93,7 @@ def as_rng_types(asked: str, value: object) -> tuple[str, ...]:
 
 
 def refuse_beside(argument: str, built: object, option: str, value: object, variable: str) -> None:
-    """Raises `ValueError` if an option was given, in code or outside of it, beside the object that has it too."""
+    """Raises `ValueError` if an option is given, in code or not, beside an object with it."""
     outside = given_outside(variable)
     if value is not None or outside is not None:
         other = f"{option}={value!r}" if value is not None or outside is None else f"{outside.source}={outside.text!r}"
@@ -102,7 +102,7 @@ def refuse_beside(argument: str, built: object, option: str, value: object, vari
 
 
 def resolve_options(loose: Mapping[str, object], config: object) -> dict[str, Option[Any]]:
-    """Every option with its source, of loose arguments and `dataloader_config`; "default" and None where nothing was given."""
+    """Options with sources, of arguments and `dataloader_config`; else "default" and None."""
     if config is None:
         return {name: _resolved(name, loose.get(name)) for name in VARIABLES}
     if not isinstance(config, KwargsHandler):
@@ -117,13 +117,13 @@ def resolve_options(loose: Mapping[str, object], config: object) -> dict[str, Op
 
 
 def refuse_beside_object(config: object, loader: object) -> None:
-    """Raises `ValueError` where a loader that was built in code is given a `dataloader_config` as well."""
+    """Raises `ValueError` for a `dataloader_config` beside a loader built in code."""
     if loader is not None and not isinstance(loader, str):
         refuse_beside("loader", f"{type(loader).__name__}(...)", "dataloader_config", config, "")
 
 
 def in_force(options: Mapping[str, Option[Any]], loader: object, from_object: bool) -> dict[str, Option[Any]]:
-    """What `resolve_options` returned, with what the loader itself (None: there is none) says where nothing was given."""
+    """Options as of `resolve_options`; those not given as the loader has them, else None."""
     own = "loader" if from_object else "default"
     unsaid = {name for name, option in options.items() if option.source == "default"}
     return {**options, **{name: Option(getattr(loader, name, None), own) for name in unsaid}}

@@ -1,4 +1,4 @@
-"""Active components and their sources, for `accelerator.explain()` and `python -m accel_core plugins`."""
+"""Active components and sources, for `accelerator.explain()`, `python -m accel_core plugins`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Part(NamedTuple):
-    """One active component: its role, what it is, who brings it (None: the user's own code), and why it runs."""
+    """An active component: role, name, class, provider (None: the user's code), and source."""
 
     role: str
     name: str
@@ -102,7 +102,7 @@ def explain(
     options: Mapping[str, Option[Any]] = MappingProxyType({}),
     further: Sequence[Detail] = (),
 ) -> Explanation:
-    """Describes an activation: `selections` are the role, component and source (who chose it) of every part."""
+    """Describes an activation: `selections` have role, component and source of each part."""
     offers = list_offers()
     active = [selected.offer for _, selected, _ in selections]
     by = {selected: selected.provider() or (None, None) for _, selected, _ in selections}
@@ -131,7 +131,7 @@ def _state(offer: Offer, offers: Iterable[Offer]) -> str:
 
 
 def offer_state(offer: Offer, offers: Iterable[Offer], *, load: bool = False) -> str:
-    """Says "ok", or why an offer cannot simply be chosen by its name among all `offers`; with `load` also imports it."""
+    """Says "ok" or why an offer cannot be chosen by name among `offers`; `load` imports it."""
     if (misfit := offer.misfit()) is not None:
         return f"misfit: {misfit}"
     try:

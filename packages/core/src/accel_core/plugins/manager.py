@@ -1,7 +1,7 @@
-"""Activation: which component owns which hook, who listens, and that nobody is overridden in silence.
+"""Activation: each hook's owner and listeners. An override of another's hook is refused.
 
-pluggy marks hooks, and neither keeps components nor calls them (docs/decisions/0004-pluggy-marks-and-does-not-dispatch.md): the slot of
-an owner hook holds the bound method of its one owner. Hooks are called with positional arguments in the order of their spec.
+pluggy only marks hooks (docs/decisions/0004-pluggy-marks-and-does-not-dispatch.md): an owner
+hook holds its owner's bound method, called with positional arguments in the spec's order.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Methods = dict[str, Callable[..., Any]]
 
 
 class Relay(_Signatures):
-    """One callable per hook, with the signature of its spec. It holds on to the active components, and they not to it."""
+    """A callable per hook, with its spec's signature. Keeps the active components alive."""
 
     __slots__ = ("__weakref__", *HOOKS)
 
@@ -45,7 +45,7 @@ class Relay(_Signatures):
 
 @dataclass(eq=False, slots=True)
 class Listener:
-    """One component in the role of a listener. The first exception that it raises is warned of and is its last."""
+    """A component as a listener. Its first exception is warned of, and it is called no more."""
 
     selected: Selected
     failure: str | None = None
@@ -53,13 +53,13 @@ class Listener:
 
 @dataclass(eq=False, slots=True)
 class Listeners:
-    """All listeners of one hook, called in the order of registration; a failing one does not silence the next."""
+    """All listeners of a hook, called in order of registration, also after one has failed."""
 
     hook: str
     calls: Sequence[tuple[Listener, Callable[..., object]]]
 
     def __call__(self, *arguments: object) -> None:
-        """Calls every listener that has not failed yet. `KeyboardInterrupt` and `SystemExit` pass through."""
+        """Calls listeners that have not failed. Passes `KeyboardInterrupt` and `SystemExit`."""
         for listener, call in self.calls:
             if listener.failure is None:
                 try:
@@ -80,7 +80,7 @@ class Spec(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Activation:
-    """The bound hooks of one Accelerator; by hook its owner, None for the core's default, or its listeners in order of call."""
+    """Hooks bound for one Accelerator: owners by hook (None: the core), listeners in order."""
 
     relay: Relay
     owners: Mapping[str, Selected | None]
@@ -94,7 +94,7 @@ def hook_specs() -> dict[str, Spec]:
 
 
 def activate(components: Sequence[Selected], defaults: object) -> Activation:
-    """Checks that all active components fit together, and binds every hook; `defaults` has marked methods for those without owner."""
+    """Checks that components fit together, and binds hooks: without an owner, to `defaults`."""
     for one, other in itertools.combinations(components, 2):
         if one.component is other.component:
             what = f"One object was passed twice: as {one.describe()} and as {other.describe()}."
@@ -117,7 +117,7 @@ def activate(components: Sequence[Selected], defaults: object) -> Activation:
 
 
 def _hooks_of(manager: pluggy.PluginManager, selected: Selected, specs: Mapping[str, Spec]) -> Methods:
-    """The hooks that a component implements, each checked against its spec, as bound methods. Properties are not run."""
+    """A component's hooks as bound methods, checked against specs. Properties are not run."""
     methods = {}
     for name in dir(selected.component):
         static = inspect.getattr_static(selected.component, name, None)
@@ -150,7 +150,7 @@ def _check_mark(selected: Selected, name: str, options: Sequence[str], specs: Ma
 
 
 def _check_arguments(selected: Selected, hook: str, known: Sequence[str], method: Callable[..., Any]) -> None:
-    """Refuses parameters that the spec does not have, also those with a default: they would never be given a value."""
+    """Refuses parameters not in the spec, also with a default: nothing would be passed."""
     parameters = inspect.signature(method).parameters.values()
     stars: dict[object, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
     unknown = [stars.get(one.kind, "") + one.name for one in parameters if one.name not in known or one.kind in stars]
@@ -164,7 +164,7 @@ def _check_arguments(selected: Selected, hook: str, known: Sequence[str], method
 def _owner_of(
     name: str, implemented: Sequence[tuple[Selected, Methods]], fallback: Methods
 ) -> tuple[Selected | None, Callable[..., Any]]:
-    """The one component that implements an owner hook, and its method; else None and the core's default."""
+    """The one component and method that implement an owner hook; else None and the default."""
     found = [(selected, methods[name]) for selected, methods in implemented if name in methods]
     if len(found) > 1:
         raise PluginError(
@@ -188,7 +188,7 @@ def _upper(selected: Selected) -> str:
 
 
 def bind(method: Callable[..., Any], arguments: Sequence[str]) -> Callable[..., Any]:
-    """A callable of the spec's positional `arguments` that passes on those that `method` takes: `method` itself if it takes all."""
+    """A callable of positional `arguments`, passing on those `method` takes; itself if all."""
     parameters = inspect.signature(method).parameters
     positional = [name for name, parameter in parameters.items() if parameter.kind is not parameter.KEYWORD_ONLY]
     if positional == list(arguments):

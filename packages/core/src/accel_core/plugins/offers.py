@@ -1,7 +1,7 @@
-"""Names that installed distributions offer through entry points, the components that they are, and whether they admit this core.
+"""Components that installed distributions name by entry points, and whether they fit the core.
 
-Only the offer that is chosen is imported. Versions are as build tools write them, without epoch; the rest is refused. (`packaging`
-would cost 9.5 ms to import.)
+Only a chosen offer is imported. Versions: as build tools write them, without epoch; else refused.
+(`packaging` would cost 9.5 ms to import.)
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SHOW_ALL = "`python -m accel_core plugins` shows everything that is installed."
 
 @dataclass(frozen=True)
 class Offer:
-    """One name that a distribution offers for `value`, `module:attribute`, and the versions of accel-core that it asks for."""
+    """A distribution's name for `value`, `module:attribute`, and the accel-core it asks for."""
 
     group: Group
     name: str
@@ -66,7 +66,7 @@ class Offer:
         return f"{self.distribution} {self.version}"
 
     def misfit(self) -> str | None:
-        """The reason why this offer cannot run with the installed accel-core; None if it can. Imports nothing."""
+        """The reason why it cannot run with the installed core; None if it can. Imports nothing."""
         installed = metadata.version(CORE) if self.core else ""
         try:
             fits = not self.core or admits(self.core, installed)
@@ -75,7 +75,7 @@ class Offer:
         return None if fits else f"{self.provider} needs {CORE} {self.core}, and {CORE} {installed} is installed"
 
     def load(self) -> Callable[..., Any]:
-        """Imports what makes the component. Raises `PluginError` if it does not fit the core or cannot be imported."""
+        """Imports the component's factory. `PluginError` for a wrong core or a failed import."""
         asked = f"The {self.noun} {self.name!r} was asked for, but"
         if (misfit := self.misfit()) is not None:
             what = f"{asked} {misfit}.\nType: pip install --upgrade {self.distribution}, or, to keep that one:"
@@ -93,7 +93,7 @@ class Offer:
 
 
 def list_offers(group: Group | None = None) -> list[Offer]:
-    """Every offer of one group, or of all, sorted by group, name and distribution. Imports no plugin."""
+    """Every offer of one group, or of all, sorted by group, name, distribution. Imports none."""
     offers: dict[str, list[Offer]] = {}
     for distribution in metadata.distributions():
         # Most distributions have nothing for us; reading their whole metadata would take most of the time.
@@ -110,7 +110,7 @@ def list_offers(group: Group | None = None) -> list[Offer]:
 
 
 def find(group: Group, name: str, offers: Sequence[Offer] | None = None) -> Offer:
-    """The one offer of `name`, which may be qualified by its distribution: `other-fsdp:fsdp`. Imports nothing.
+    """The one offer of `name`, or of `distribution:name`: `other-fsdp:fsdp`. Imports nothing.
 
     Raises `NotInstalledError` if a distribution is known that offers it, else `PluginError`.
     """
@@ -130,7 +130,7 @@ def find(group: Group, name: str, offers: Sequence[Offer] | None = None) -> Offe
 
 
 def find_default(group: Group, name: str, call: str, offers: Sequence[Offer] | None = None) -> Offer:
-    """The offer under a default name, which nobody has asked for by that name: `call` needs it. Errors as of `find`."""
+    """The offer of a default name that nobody asked for: `call` needs it. Errors as of `find`."""
     installed = list_offers(group) if offers is None else offers
     found = [offer for offer in installed if (offer.group, offer.name) == (group, name)]
     if not found:
@@ -143,7 +143,7 @@ def find_default(group: Group, name: str, call: str, offers: Sequence[Offer] | N
 
 
 def how_to_get(provider: str | None) -> str:
-    """Advice for a component that is not installed, without a full stop. `KNOWN_PROVIDERS` has the distribution."""
+    """Advice for a component not installed; no full stop. `provider`: as `KNOWN_PROVIDERS`."""
     return "No package offers it yet: choose another" if provider is None else f"Type: pip install {provider}"
 
 
@@ -166,7 +166,7 @@ def _not_found(group: Group, name: str, installed: Sequence[Offer]) -> PluginErr
 
 
 class Version(NamedTuple):
-    """A version in an order-preserving form: release without trailing zeros, then pre-, post- and dev-release."""
+    """A version in order: release without trailing zeros, pre-, post- and dev-release."""
 
     release: tuple[int, ...]
     pre: tuple[int, int]
@@ -175,7 +175,7 @@ class Version(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Version:
-        """Reads a normalised version; a local part (`+cpu`) does not count. Raises `ValueError` for anything else."""
+        """Reads a normalised version, ignoring a local part (`+cpu`). Else raises `ValueError`."""
         match = re.fullmatch(_VERSION, text.strip())
         if match is None:
             raise ValueError(f"{text!r} is no version; type one of the form 1.2.3, 1.2rc1, 1.2.post1 or 1.2.dev1")
@@ -214,7 +214,7 @@ def canonical(name: str) -> str:
 
 
 def requirement_on(distribution: str, requirements: Iterable[str] | None) -> str:
-    """The clauses that `Requires-Dist` lines without a marker (extras do not bind) put on one distribution, joined by commas."""
+    """The clauses of unmarked `Requires-Dist` lines (no extras) on a distribution, by commas."""
     matches = [re.match(r"([\w.-]+)\s*(?:\[[^\]]*\])?([^;@]*)$", line.strip()) for line in requirements or ()]
     found = [match[2].strip(" ()") for match in matches if match and canonical(match[1]) == canonical(distribution)]
     return ",".join(filter(None, found))
@@ -242,7 +242,7 @@ class Selected:
         return self.component.__name__ if is_module else f"{kind.__module__}.{kind.__qualname__}"
 
     def provider(self) -> tuple[str, str] | None:
-        """The distribution and version of the component; None for the user's own code. May take 70 ms: for messages."""
+        """The distribution and version of the component; None for user code. May take 70 ms."""
         package = self.where.partition(".")[0]
         ours = (offer for offer in list_offers() if offer.value.partition(":")[0].partition(".")[0] == package)
         if (offer := self.offer or next(ours, None)) is not None:
@@ -278,7 +278,7 @@ def build(
 
 
 def passed(component: object, group: Group | None = None) -> Selected:
-    """Takes an object (or a module with marked functions) that the user built. Raises `TypeError` for a class."""
+    """Takes an object, or a module of marked functions. Raises `TypeError` for a class."""
     if isinstance(component, type):
         what = f"The class {component.__module__}.{component.__qualname__} was passed as"
         role = "plugin" if group is None else NOUNS[group]

@@ -1,4 +1,4 @@
-"""One collective per message, and an error instead of a hang: how the ranks of a group exchange bytes.
+"""Exchange of bytes in a group: one collective per message, and an error instead of a hang.
 
 An exchange is an all_gather of one flat buffer: per rank a header of 64-bit words (digest, bytes
 needed, rows of each tensor), then the tensors, aligned. The digest covers the call, the structure,
@@ -44,7 +44,7 @@ Spec = tuple[torch.dtype, tuple[int, ...]]  # of a tensor up to its first dimens
 
 
 class Letter:
-    """Everything about a rank's message but the values; kept per layout. `stacked`: all `rows` are 1, in one piece."""
+    """A rank's message without its values; kept per layout. `stacked`: all `rows` are 1, in one."""
 
     def __init__(
         self,
@@ -64,9 +64,9 @@ class Letter:
 
 
 class Channel:
-    """The exchange of messages between the ranks of one group. Every method is a collective of that group.
+    """The exchange of messages between a group's ranks. Every method is a collective of the group.
 
-    `connect` gives the process group when it is needed; `members` are its ranks in the world (None: all).
+    `connect` gives the process group when needed; `members`: its ranks in the world (None: all).
     """
 
     def __init__(
@@ -88,16 +88,16 @@ class Channel:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The process group in which messages travel; None for a rank alone. The first access connects it: a collective."""
+        """The messages' process group; None for a rank alone. First access: a collective."""
         if self._group is None and self.size > 1:
             self._group = self._connect()
         return self._group
 
     def exchange(self, letter: Letter, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """Sends this rank's tensors and receives those of all: for each tensor, one part per rank, in rank order.
+        """Sends this rank's tensors, receives all: per tensor, one part per rank, in rank order.
 
-        A part is of shape (rows of that rank, trailing dimensions); for a stacked letter a single one
-        of shape (ranks, trailing dimensions). Parts are detached, on the channel's device, in a buffer
+        A part is of shape (its rank's rows, trailing dimensions); for a stacked letter a single one
+        of (ranks, trailing dimensions). Parts are detached, on the channel's device, in a buffer
         that the next exchange overwrites: copy them. `CollectiveMismatchError` on every rank if the
         ranks called different things.
         """
@@ -127,11 +127,11 @@ class Channel:
         return letter
 
     def arrive(self, name: str) -> None:
-        """Returns once every rank is here, under the same name. Raises `CollectiveMismatchError` on every rank otherwise."""
+        """Returns once all ranks are here by one name, else all raise `CollectiveMismatchError`."""
         self.exchange(self.letter(name, lambda: describe(name)), ())
 
     def refuse(self, error: Exception) -> NoReturn:
-        """Raises `error`, about arguments that cannot be sent, here; the other ranks, which are in `exchange`, raise too."""
+        """Raises `error`, about unsendable arguments; other ranks in `exchange` raise too."""
         with self._marked(REFUSED):
             self._refuse(self._frame(self._capacity()), error)
 
@@ -170,7 +170,7 @@ class Channel:
         return frame
 
     def _descriptions(self, description: Description) -> list[Description]:
-        """The descriptions of all ranks, in rank order. Two collectives; only when something is wrong already."""
+        """All descriptions, in rank order. Two collectives, only when something is wrong."""
         text = from_bytes(bytearray(json.dumps({**description, "line": calling_line()}).encode()))
         lengths = torch.empty(self.size, dtype=torch.int64, device=self.device)
         dist.all_gather_single(lengths, torch.tensor([len(text)], device=self.device), group=self.group)
@@ -194,7 +194,7 @@ class _Frame:
         self._parts: _Cache[Hashable, list[list[torch.Tensor]]] = _Cache()
 
     def write(self, letter: Letter, tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-        """Writes a message, or only the beginning of its header if it does not fit; returns the view of all headers."""
+        """Writes a message, or its header's start if it does not fit; returns a view of headers."""
         views = self._outgoing.get(letter)
         if views is None:
             fits = letter.size <= self.capacity
@@ -210,7 +210,7 @@ class _Frame:
         return headers
 
     def write_refusal(self) -> torch.Tensor:
-        """Writes the header of a rank that cannot take part; returns the view of the beginning of all headers."""
+        """Writes the header of a rank that refuses; returns a view of the headers' beginning."""
         self.sent[: 2 * _WORD].zero_()
         return self._headers(2)
 
@@ -236,7 +236,7 @@ class _Frame:
 
 
 class _Cache(dict[K, V]):
-    """A dict that is emptied when it is full, so that layouts that never come again do not accumulate."""
+    """A dict that is emptied when full, so that layouts used once do not accumulate."""
 
     def __setitem__(self, key: K, value: V) -> None:
         if len(self) >= KEPT_LAYOUTS and key not in self:
@@ -256,13 +256,13 @@ def _places(specs: Sequence[Spec], rows: Sequence[int]) -> tuple[list[tuple[int,
 
 
 def _bodies(buffer: torch.Tensor, specs: Sequence[Spec], rows: Sequence[int]) -> list[torch.Tensor]:
-    """Views of the tensors of a message, with the dtypes and shapes that they have for its sender."""
+    """Views of a message's tensors, with the dtypes and shapes that they have for its sender."""
     placed = zip(_places(specs, rows)[0], specs, rows, strict=True)
     return [buffer[begin:end].view(dtype).view(count, *sizes) for (begin, end), (dtype, sizes), count in placed]
 
 
 def _rounded(need: int) -> int:
-    """The capacity for a need: at most an eighth more, so that needs that vary a little share one buffer."""
+    """The capacity for a need: at most an eighth more, so that similar needs share a buffer."""
     shift = max(FRAME_STEP.bit_length() - 1, need.bit_length() - 4)
     return -(-need >> shift) << shift
 

@@ -1,4 +1,4 @@
-"""What a failed process leaves for its launcher and its user: the error file of torch's agents, and one traceback."""
+"""Output of a failed process: the error file of torch's agents, and one traceback for all."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obje
 
 
 def leave(error: BaseException, *, follows: bool, why: str = "") -> None:
-    """Writes the agent's error file, if asked for and not there; `follows`: after another rank's failure."""
+    """Writes the agent's error file, if asked for and absent; `follows`: another rank failed."""
     name = os.environ.get(VARIABLE)
     if not name or Path(name).exists():
         return
@@ -39,13 +39,13 @@ def leave(error: BaseException, *, follows: bool, why: str = "") -> None:
 
 
 def show_once() -> None:
-    """Has this process print an exception that nobody caught in one line, if another rank has printed its lines."""
+    """Has an uncaught exception printed in one line, if another rank has printed its lines."""
     if VARIABLE in os.environ and getattr(sys.excepthook, "func", None) is not _show:
         sys.excepthook = functools.partial(_show, sys.excepthook)
 
 
 def _show(before: Hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """A `sys.excepthook` in front of the one `before`, which the first rank with a traceback still calls."""
+    """A `sys.excepthook` before `before`, which the first rank with a traceback still calls."""
     first = _first_rank(error)
     if first is None:
         before(kind, error, trace)
@@ -77,12 +77,12 @@ def _first_rank(error: BaseException) -> str | None:
 
 
 def is_broken_connection(error: BaseException) -> bool:
-    """Whether this is what a rank sees when another one has gone. gloo raises a bare `RuntimeError` that names its source."""
+    """Whether an error tells that a rank has gone; gloo's is a bare `RuntimeError` naming it."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/transport" in str(error))
 
 
 def broken_connection_in(error: BaseException) -> BaseException | None:
-    """The first error of a broken connection among an error, its cause or context, theirs, and so on."""
+    """The first error of a broken connection among an error, its cause or context, and so on."""
     return next((each for each in chain(error) if is_broken_connection(each)), None)
 
 

@@ -1,4 +1,4 @@
-"""The launchers' variables, as data; read here alone, never written. One more launcher: a row of `LAUNCHERS`."""
+"""The launchers' variables: read here alone, never written. Launchers are rows of `LAUNCHERS`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Launcher(NamedTuple):
     alone: tuple[tuple[str, str], ...] = ()  # variables and values that say that it has started this process alone
 
     def started(self, environ: Mapping[str, str]) -> bool:
-        """Whether its variables say that it has started this process, as one of several or as the only one."""
+        """Whether the variables say that it started this process, alone or as one of several."""
         alone = any(environ.get(name) == value for name, value in self.alone)
         return all(environ.get(mark) for mark in self.marks) and not alone
 
@@ -112,7 +112,7 @@ class Place:
 
 
 def read_place(environ: Mapping[str, str]) -> Place:
-    """Reads the place of this process from its environment; alone if no launcher has left its variables.
+    """Reads this process's place from its environment; alone without variables of a launcher.
 
     torchrun's variables win where torchrun set them, or where they make a larger world than the
     launcher around them; else they have to say the same. `WorldError` if variables contradict.

@@ -55,7 +55,7 @@ class ProcessLogger(logging.LoggerAdapter):  # type: ignore[type-arg]  # not bef
         in_order: bool = False,
         **kwargs: Any,
     ) -> None:
-        """Logs on the processes selected. `WorldError` with `in_order` where the process group does not run yet."""
+        """Logs on the processes selected; `WorldError` for `in_order` without a process group."""
         if not self.isEnabledFor(level):
             return
         rank, local_rank, size = self._place()
@@ -80,7 +80,7 @@ class ProcessLogger(logging.LoggerAdapter):  # type: ignore[type-arg]  # not bef
                 World.current().barrier()
 
     def warning_once(self, msg: object, *args: object, **kwargs: Any) -> None:
-        """`warning`, but the same message with the same arguments only the first time by this logger."""
+        """A `warning`, but only once by this logger for the same message and arguments."""
         key = (str(msg), repr(args))
         if not self.isEnabledFor(logging.WARNING) or key in self._warned:
             return

@@ -18,7 +18,7 @@ Description = dict[str, Any]  # what `describe` gives, or only `error`: why a ra
 def describe(
     call: str, structure: str = "", leaves: Sequence[tuple[str, torch.dtype, Sequence[int | str]]] = ()
 ) -> Description:
-    """What must agree between the ranks: the call with its options; `leaves`: path, dtype, sizes (`*`: any)."""
+    """The call, with options, that ranks must agree on; `leaves`: path, dtype, sizes (`*`: any)."""
     texts = [[path, str(dtype).removeprefix("torch."), list(sizes)] for path, dtype, sizes in leaves]
     return {"call": call, "structure": structure, "leaves": texts}
 

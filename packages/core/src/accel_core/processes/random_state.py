@@ -23,7 +23,7 @@ _BEGUN = int.from_bytes(b"resume", "big")  # sets these seeds apart from those o
 
 
 def capture_random_state(device: torch.device | None) -> dict[str, Any]:
-    """The states of all streams, the device's too, as tensors and plain data. numpy's only if it has been imported."""
+    """States of all streams, the device's too, as tensors and data. numpy's only if imported."""
     version, numbers, gauss = random.getstate()
     states: dict[str, Any] = {
         PYTHON: {"version": version, "state": torch.tensor(numbers, dtype=torch.int64, device="cpu"), "gauss": gauss},
@@ -38,7 +38,7 @@ def capture_random_state(device: torch.device | None) -> dict[str, Any]:
 
 
 def restore_random_state(states: dict[str, Any], device: torch.device | None) -> None:
-    """Sets the streams to states that `capture_random_state` gave. Those of devices of another kind are left out."""
+    """Sets streams as `capture_random_state` gave them, but for devices of another kind."""
     python = states[PYTHON]
     random.setstate((python["version"], tuple(python["state"].tolist()), python["gauss"]))
     torch.set_rng_state(states[TORCH_STREAM])
@@ -49,7 +49,7 @@ def restore_random_state(states: dict[str, Any], device: torch.device | None) ->
 
 
 def check_random_state(states: Any, device: torch.device | None) -> None:
-    """Raises, whatever it is, if `restore_random_state` could not set the streams to these; the process's stay as they are."""
+    """Raises an error of any kind if `restore_random_state` would fail on these; sets nothing."""
     python = states[PYTHON]
     random.Random().setstate((python["version"], tuple(python["state"].tolist()), python["gauss"]))
     torch.Generator().set_state(states[TORCH_STREAM])
@@ -64,7 +64,7 @@ def check_random_state(states: Any, device: torch.device | None) -> None:
 
 
 def begin_random_state(seed: int, rank: int, step: int, device: torch.device) -> None:
-    """Gives a rank that the saved world did not have streams of its own: a function of seed, rank and step."""
+    """Gives a rank that was not saved streams of its own: a function of seed, rank and step."""
     seeds = [derive_seed(_BEGUN, seed, rank, step, stream) for stream in range(4)]
     random.seed(seeds[0])
     if sys.modules.get("numpy") is not None:
@@ -75,7 +75,7 @@ def begin_random_state(seed: int, rank: int, step: int, device: torch.device) ->
 
 
 def restored_after_first(items: Iterator[T], before: dict[str, Any], device: torch.device | None) -> Iterator[T]:
-    """The items, with the streams set to `before` when the first of them has been fetched, or found to be missing."""
+    """The items; sets streams to `before` once the first is fetched, or found missing."""
     first = list(itertools.islice(items, 1))
     restore_random_state(before, device)
     yield from itertools.chain(first, items)

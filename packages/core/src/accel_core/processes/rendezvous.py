@@ -1,4 +1,4 @@
-"""The rendezvous of a world's ranks: each hands in a *card*, and one gives the *verdict* for all; and their end."""
+"""The meeting of a world's ranks: each sends a *card*, one gives the *verdict*; and their end."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def open_store(url: str, place: Place, timeout: timedelta) -> dist.Store:
 
 
 def loopback_listener(host: str, port: int) -> socket.socket | None:
-    """A socket for a store at `host`, bound to the loopback; None if `host` is elsewhere, or the port is taken.
+    """A loopback socket for a store at `host`; None if `host` is elsewhere, or the port is taken.
 
     torch by itself listens at all addresses of the machine, and its store lets everybody in.
     """
@@ -59,7 +59,7 @@ def loopback_listener(host: str, port: int) -> socket.socket | None:
 
 
 def claim(store: dist.Store, url: str, place: Place) -> None:
-    """Takes the rank of `place` in the job at `url`; `WorldError` if another process or job has it. No collective."""
+    """Takes the rank of `place` in the job at `url`; `WorldError` if taken. No collective."""
     job = f"{place.size} ranks, {place.source}" + (f" {place.job}" if place.job else "")
     found = store.compare_set("accel/job", "", job).decode()
     if found != job:
@@ -76,12 +76,12 @@ def claim(store: dist.Store, url: str, place: Place) -> None:
 
 
 def round_of(store: dist.Store, place: Place, count: int) -> dist.Store:
-    """The part of `store` for the world that these processes make as their number `count`, from 0."""
+    """The part of `store` for world number `count`, from 0, that these processes make."""
     return dist.PrefixStore(f"accel/{place.attempt}/{count}", store)
 
 
 def assemble(store: dist.Store, url: str, place: Place, device: torch.device, timeout: timedelta) -> None:
-    """Waits until every rank has come, with a device of its own; else `WorldError` on all that came. A collective."""
+    """Waits for every rank, each with its own device; else `WorldError` on all. A collective."""
     everyone = range(place.size)
     store.set(f"card/{place.rank}", identity(device))
     if store.add("cards", 1) == place.size:
@@ -118,7 +118,7 @@ def not_met(url: str, place: Place, reason: object) -> WorldError:
 
 
 def identity(device: torch.device) -> str:
-    """The identity of `device`, with its host's name; empty for the CPU, and where torch gives none."""
+    """The identity of `device`, with its host's name; empty for the CPU, and if torch has none."""
     describe = None if device.type == "cpu" else getattr(torch.get_device_module(device), "get_device_properties", None)
     properties = None if describe is None else describe(device)
     names = ("uuid", "pci_domain_id", "pci_bus_id", "pci_device_id")
@@ -127,7 +127,7 @@ def identity(device: torch.device) -> str:
 
 
 def _sharing(devices: list[str]) -> str:
-    """The complaint about ranks that have one device between them; empty if there are none. Devices by rank."""
+    """The complaint about ranks that share one device; empty without. `devices`: by rank."""
     for device in filter(None, devices):
         ranks = [str(rank) for rank, other in enumerate(devices) if other == device]
         if len(ranks) > 1:
@@ -139,7 +139,7 @@ def _sharing(devices: list[str]) -> str:
 
 
 class Shutdown:
-    """The end of one rank, through the store: a collective could fail when somebody has gone already."""
+    """The end of one rank, through the store: a collective can fail when somebody has gone."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, patience: timedelta) -> None:
         self._store, self._rank, self._size = dist.PrefixStore("farewell", store), rank, size
@@ -152,7 +152,7 @@ class Shutdown:
 
     # First everyone waits until nobody works in the group, then rank 0, which may host the store, until nobody needs that.
     def say(self, word: str, wait: bool) -> None:
-        """Says "ready", if this rank works in the group no more, or "gone"; waits for the others to say so."""
+        """Says "ready" (works in the group no more) or "gone"; waits for the others if `wait`."""
         left = timedelta(seconds=self._deadline - time.monotonic())
         if left <= timedelta(0):
             return  # out of patience, which has been said, or in a hurry

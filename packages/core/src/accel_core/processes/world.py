@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Closeable(Protocol):
-    """An object that uses process groups, and must release them before they end; closed once or more."""
+    """An object that must release process groups before they end; closed once or more."""
 
     def close(self) -> None: ...  # noqa: D102
 
@@ -44,7 +44,7 @@ class World:
     Attributes:
         rank, size, is_main, is_last: the position of this process, and how many there are.
         local_rank, local_size, is_local_main: the same on this machine.
-        source: who said so: "torchrun", "slurm", "mpi", "running group" (of somebody else), "alone".
+        source: who said so: "torchrun", "slurm", "mpi", "running group" (somebody else's), "alone".
         device: where this process computes by default.
         timeout: after how long a collective of the default group gives up.
     """
@@ -80,13 +80,13 @@ class World:
         backend: str | None = None,
         init_method: str | None = None,
     ) -> World:
-        """The world of this process: the one in use, else torch's default group, else what the launcher says, else alone.
+        """This process's world: the one in use, torch's default group, the launcher's, or alone.
 
-        The first call in a larger world is a collective: it starts torch's default group, unless that
-        runs. Arguments are those of `init_process_group`, None: torch's default, the device's backend
+        The first call in a larger world is collective: it starts torch's default group unless that
+        runs. Arguments as of `init_process_group`; None: torch's default, the device's backend
         beside gloo, the launcher's address; `cpu` computes on the CPU, although there is an
-        accelerator. `WorldError` if the launch environment contradicts itself, devices are fewer than
-        local ranks, the ranks do not meet, or a group runs already and is not as asked for.
+        accelerator. `WorldError` if the launch environment contradicts itself, devices are fewer
+        than local ranks, ranks do not meet, or a group runs already and is not as asked for.
         """
         group = _default_group()
         asked: dict[str, Any] = {"timeout": timeout, "backend": backend, "init_method": init_method}
@@ -201,7 +201,7 @@ class World:
         backend: str | None,
         init_method: str | None,
     ) -> None:
-        """Compares what is asked for with the group that runs, because it cannot be changed any more."""
+        """Compares what is asked for with the running group, which cannot be changed any more."""
         differences: list[tuple[str, object, object]] = []
         timeouts = set(_timeouts(group) or [self.timeout])
         if timeout is not None and timeouts != {timeout}:
@@ -222,7 +222,7 @@ class World:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The default process group; None in a world of one without a group. Raises `WorldError` once it has ended."""
+        """The default group; None in a world of one without one. `WorldError` once it has ended."""
         if self._group is None:
             return None
         group = self._group()
@@ -234,9 +234,9 @@ class World:
         return group
 
     def subgroup(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        """The process group of `ranks`, made once, with this world's timeout and backend. A collective of the world.
+        """The process group of `ranks`, made once, with the world's timeout, backend. Collective.
 
-        torch's `GroupMember.NON_GROUP_MEMBER` on other ranks. A world of one may start a group here.
+        torch's `GroupMember.NON_GROUP_MEMBER` on other ranks. A world of one may start a group.
         """
         members = tuple(sorted(ranks))
         group = self.group or self._start_alone()
@@ -250,11 +250,11 @@ class World:
         self.arrive("wait_for_everyone()")
 
     def collective(self, name: str) -> contextlib.AbstractContextManager[object]:
-        """A block in which the ranks communicate: the Watch knows it by `name` ("gather()"), and explains what breaks in it."""
+        """A block of communication; the Watch names it ("gather()"), and explains what breaks."""
         return contextlib.nullcontext() if self.watch is None else self.watch.collective(name)
 
     def arrive(self, name: str) -> None:
-        """Returns once every rank has called what is called `name`; `CollectiveMismatchError` on all if they differ."""
+        """Returns once all ranks call `arrive(name)`; `CollectiveMismatchError` if names differ."""
         if self.size > 1:
             self.channel().arrive(name)
 
@@ -272,11 +272,11 @@ class World:
         return self._channels[group]
 
     def group_beside(self, group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:
-        """A group of the same ranks, one for each purpose: gloo ends a rank that gets more than expected. Collective."""
+        """A group of these ranks per `purpose`: gloo ends ranks that get too much. Collective."""
         return self._group_of(tuple(dist.get_process_group_ranks(group)), purpose)
 
     def _group_of(self, ranks: tuple[int, ...], purpose: str, by_all: bool = False) -> dist.ProcessGroup:
-        """The group of these ranks for this purpose, which they make, or, `by_all`, all ranks together."""
+        """The group of these ranks for this purpose, made by them, or, `by_all`, by all ranks."""
         whole = self.group
         assert whole is not None, "a world of one without a group sends no messages"
         # A group that somebody else started outlives this world, and so do the groups that were made beside it.
@@ -290,7 +290,7 @@ class World:
         return groups[ranks, purpose]
 
     def close_before_end(self, closeable: Closeable) -> None:
-        """Has `closeable.close()` called before the group ends, or the process. The reference is weak."""
+        """Has `closeable.close()` called before the group or process ends. Held weakly."""
         self._to_close = [reference for reference in self._to_close if reference() is not None]
         self._to_close.append(weakref.ref(closeable))
 
@@ -299,13 +299,13 @@ class World:
         self._users.add(user)
 
     def leave(self, user: object) -> None:
-        """`user` needs the world no more. If nobody else does, it ends, which is a collective: see `end`."""
+        """`user` needs the world no more. If nobody does, it ends, a collective: see `end`."""
         self._users.discard(user)
         if not self._users:
             self.end()
 
     def end(self) -> None:
-        """Closes what is to be closed, and ends the process group if this world started it. Nothing the second time.
+        """Closes what is to be closed; ends the process group if started here. Once only.
 
         A collective, at exit at the latest: every rank waits for the others, `PATIENCE` at most.
         """
@@ -365,12 +365,12 @@ _met: dict[str, tuple[dist.Store, int]] = {}
 
 
 def groups_beside(group: dist.ProcessGroup) -> list[dist.ProcessGroup]:
-    """The process groups of this rank that were made beside this default group, but for subgroups."""
+    """This rank's process groups that were made beside this default group, but for subgroups."""
     return [each for (_, purpose), each in _beside.get(group, {}).items() if purpose]
 
 
 def _end_all() -> None:
-    """At exit: ends worlds that still have a group, else torch may abort; does not wait after an error."""
+    """Ends worlds with a group at exit, else torch may abort; does not wait after an error."""
     if any(world._process != os.getpid() for world in _all):
         return  # it was forked, and leaves the connections alone
     error = fatal_error()
@@ -381,7 +381,7 @@ def _end_all() -> None:
 
 
 def end_worlds() -> None:
-    """Ends at once the worlds that still have a group, which ends at exit otherwise: for what takes long in this process alone."""
+    """Ends worlds with a group at once, and not at exit: before long work of this process."""
     atexit.unregister(_end_all)
     _end_all()
 
@@ -392,7 +392,7 @@ def fatal_error() -> BaseException | None:
 
 
 def _tell_why(error: BaseException) -> None:
-    """Leaves the others a notice of what ends this process, or says which other rank's failure does, if nobody has yet."""
+    """Leaves others a notice of the error that ends this process, or tells whose failure does."""
     lost, watch = failure_output.broken_connection_in(error), running()
     found = str(lost)
     if lost is not None and watch is not None and watch.verdict:
@@ -411,7 +411,7 @@ def _default_group() -> dist.ProcessGroup | None:
 
 
 def _meet(url: str, place: Place, timeout: timedelta) -> dist.Store:
-    """The store of the next world that these ranks make at `url`. Raises `WorldError` if another process has this rank."""
+    """The store of these ranks' next world at `url`; `WorldError` if this rank is taken."""
     if url in _met:
         store, count = _met[url]
     else:
@@ -424,7 +424,7 @@ def _meet(url: str, place: Place, timeout: timedelta) -> dist.Store:
 
 
 def _device(place: Place, cpu: bool) -> torch.device:
-    """The device of this process, made the current one of its type: that of its local rank, or the only one that it sees."""
+    """The device of this process, made current: that of its local rank, or the only one."""
     accelerator = None if cpu else torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return torch.device("cpu")
@@ -441,12 +441,12 @@ def _device(place: Place, cpu: bool) -> torch.device:
 
 
 def _default_backend(device: torch.device) -> str:
-    """gloo, and beside it the backend of the device: what lives on the CPU can then travel as it is."""
+    """gloo, and beside it the device's backend: data on the CPU can then travel as they are."""
     return "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
 
 
 def _timeouts(group: dist.ProcessGroup) -> list[timedelta]:
-    """The timeout of each backend of `group`, as the backend itself has it; nothing for one that does not tell."""
+    """The timeout of each backend of `group`, as the backend tells it; nothing if it does not."""
     backends = [group._get_backend(device) for device in group._device_types]
     return [options._timeout for backend in backends if (options := getattr(backend, "options", None)) is not None]
 

@@ -37,7 +37,7 @@ CommWrapper = Literal["no", "fp16", "bf16"]
 
 @dataclass
 class DistributedDataParallelKwargs(KwargsHandler):
-    """The options of `DDP` as a handler: `Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(...)])`."""
+    """Options of `DDP`: `Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(...)])`."""
 
     broadcast_buffers: bool = True
     bucket_cap_mb: float = 25
@@ -50,7 +50,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
 
 class DDP(Strategy):
-    """Distributed data parallelism. The options are those of torch's wrapper, and of its communication hooks.
+    """Distributed data parallelism. The options are of torch's wrapper and communication hooks.
 
     Args:
         broadcast_buffers: whether buffers are taken from rank 0 at each synchronising forward.
@@ -110,7 +110,7 @@ class DDP(Strategy):
 
     @hookimpl
     def prepare_model(self, model: nn.Module, optimizers: Sequence[Optimizer], request: PrepareRequest) -> nn.Module:  # noqa: ARG002
-        """Places, casts and compiles the model in place and wraps it, unless it is frozen or only evaluated."""
+        """Places, casts, compiles the model in place; wraps it, unless frozen or only evaluated."""
         # The model is compiled, and not the wrapper: torch splits what it compiles inside a wrapper at the borders of the
         # buckets, so that gradients still travel while the backward goes on.
         trains = not request.evaluation and any(parameter.requires_grad for parameter in model.parameters())
@@ -155,7 +155,7 @@ class DDP(Strategy):
 
     @hookimpl
     def synchronise_gradients(self) -> None:
-        """Averages the gradients of a second backward through one graph, which torch leaves local."""
+        """Averages gradients of a second backward through a graph, which torch leaves local."""
         for wrapper, sync in self._watched():
             if not sync.is_first_backward:
                 sync.settle(wrapper)
@@ -164,7 +164,7 @@ class DDP(Strategy):
 
     @hookimpl
     def check_gradients(self, optimizer: Optimizer) -> None:
-        """Raises for gradients that no backward has averaged, with the names of their parameters."""
+        """Raises for gradients that no backward has averaged, naming their parameters."""
         watched = self._watched()
         for wrapper, sync in watched:
             sync.settle(wrapper)
@@ -202,7 +202,7 @@ _ENDED = "its process group had ended by end_training(). Use the model inside it
 
 
 class _Wrapper(ClassOverride):
-    """Additions to torch's wrapper: the model's attributes, names of unused parameters, an end with its group."""
+    """Additions to torch's wrapper: the model's attributes, names of unused parameters, `close`."""
 
     def __getattr__(self, name: str) -> Any:
         """Those of the wrapper; and what the user's model has, unless it is private."""
@@ -239,13 +239,13 @@ class _Wrapper(ClassOverride):
         World.current().close_before_end(self)  # the copy has a reducer of its own
 
     def close(self) -> None:
-        """Drops the reducer. A process that exits with a live one aborts now and then, even without a group."""
+        """Drops the reducer, as a process that exits with a live one may abort."""
         _stop_watching(self)
         for name in ("reducer", "logger"):
             vars(self).pop(name, None)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises with the names of the parameters that took no part in the loss; torch gives their indices."""
+        """Raises, naming the parameters that took no part in the loss; torch gives indices."""
         sync = sync_of(self) if torch.is_grad_enabled() else None
         if sync is not None and sync.is_thawed():
             sync = _renew_reducer(self, sync)
@@ -275,7 +275,7 @@ def _stop_watching(wrapper: Any) -> None:
 
 
 def _renew_reducer(wrapper: Any, sync: GradientSync) -> GradientSync:
-    """Has gradients averaged of parameters that were unfrozen since: a new reducer, made as torch makes that of a copy."""
+    """Has gradients of unfrozen parameters averaged: by a new reducer, as torch makes a copy's."""
     if any(hasattr(state, "error_dict") for _, state in wrapper._comm_hooks):
         raise RuntimeError(
             f"{sum(each.requires_grad for each in sync.frozen)} parameters were unfrozen after prepare(), and "

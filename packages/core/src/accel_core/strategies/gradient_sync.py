@@ -32,7 +32,7 @@ _requires_grad = attrgetter("requires_grad")
 
 
 class GradientSync:
-    """The state of the gradients of one wrapper, whose reducer averages the parameters that require a gradient now."""
+    """The state of a wrapper's gradients, averaged for parameters that require one now."""
 
     def __init__(self, wrapper: DistributedDataParallel, earlier: GradientSync | None = None) -> None:
         named = wrapper.module.named_parameters()
@@ -64,11 +64,11 @@ class GradientSync:
 
     @property
     def is_first_backward(self) -> bool:
-        """Whether what has changed since the last step can be that of one backward which averages. Hot."""
+        """Whether all that changed since the last step can be of one averaging backward. Hot."""
         return self._waiting and self._all_change and not self._local and len(self.changed) <= len(self.known)
 
     def is_thawed(self) -> bool:
-        """Whether parameters require a gradient that the reducer does not know. 50 ns for each frozen one."""
+        """Whether parameters unknown to the reducer require a gradient. 50 ns per frozen one."""
         return bool(self.frozen) and any(map(_requires_grad, self.frozen))
 
     def in_doubt(self) -> bool:
@@ -86,7 +86,7 @@ class GradientSync:
         self._waiting, self.averaged = False, True
 
     def average(self, wrapper: Any, world: World) -> None:
-        """Averages what a further backward of the same forward has left local. A collective where there is such."""
+        """Averages what another backward of a forward left local. Collective if there is any."""
         if self._waiting or self.withheld or not self.averaged or wrapper._join_config.enable:
             return  # ranks that have ended take part in what the reducer does, and in nothing else
         sparse = any(each.grad is not None and each.grad.is_sparse for each in self.known)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def check_alike(model: nn.Module, world: World) -> None:
-    """Raises `CollectiveMismatchError` on every rank if parameters and buffers of a model differ over them. A collective."""
+    """Raises `CollectiveMismatchError` on all ranks if a model differs over them. A collective."""
     if world.size == 1:
         return
     from accel_core.processes.channel import Letter
@@ -37,7 +37,7 @@ def check_alike(model: nn.Module, world: World) -> None:
 
 
 def place_model(model: nn.Module, request: PrepareRequest) -> None:
-    """Moves, casts and compiles a model in place, as the request says; every parameter stays the object that it is.
+    """Moves, casts and compiles a model in place, as requested; parameters stay the same objects.
 
     `param`, `compute`, `output` and `input` of the policy hold from here on; `reduce` is up to the
     strategy, as gradients are.
@@ -51,7 +51,7 @@ def place_model(model: nn.Module, request: PrepareRequest) -> None:
 
 
 def _move(model: nn.Module, device: torch.device) -> None:
-    """`model.to(device)`, which by itself replaces parameters where torch cannot put the new data into the old tensor."""
+    """`model.to(device)` that keeps parameters where torch by itself would replace them."""
     before = torch.__future__.get_swap_module_params_on_conversion()
     sources = {parameter.device for parameter in model.parameters()}
     target = torch.empty(0, device=device)

@@ -27,7 +27,7 @@ class Single(Strategy):
 
     @hookimpl
     def layout(self, world: World) -> Layout:
-        """The whole of the data. Raises `WorldError` when the launcher started more than one process."""
+        """The whole of the data. Raises `WorldError` if several processes were started."""
         if world.size > 1:
             what = f"strategy 'single' was asked for, but the launcher ({world.source}) started {world.size} processes,"
             what = f"{what} which would train {world.size} separate models"
@@ -36,6 +36,6 @@ class Single(Strategy):
 
     @hookimpl
     def prepare_model(self, model: nn.Module, optimizers: Sequence[Optimizer], request: PrepareRequest) -> nn.Module:  # noqa: ARG002
-        """Places, casts and compiles the model in place. Gradients do not travel, so any `reduce` dtype holds."""
+        """Places, casts and compiles the model in place; any `reduce` dtype holds."""
         place_model(model, request)
         return model

@@ -24,7 +24,7 @@ GROUP: Group = "accel.trackers"
 
 @dataclass
 class Chosen:
-    """The trackers of a run in their order, who asked for them, and of `"all"` what cannot be used here: name → why."""
+    """A run's trackers in order, who asked for them, and those `"all"` cannot use: name → why."""
 
     source: str = "default"
     selected: list[Selected] = field(default_factory=list)
@@ -123,6 +123,6 @@ def _check_names(chosen: Chosen) -> None:
 
 
 def known_names(chosen: Chosen) -> list[str]:
-    """Every name for which options may be given: those of this run, and those that another one could have."""
+    """Names for which options may be given: this run's, and those another one could have."""
     installed = [offer.name for offer in list_offers(GROUP)]
     return list(dict.fromkeys([*chosen.names, *installed, *KNOWN_PROVIDERS[GROUP]]))

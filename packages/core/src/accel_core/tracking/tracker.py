@@ -42,7 +42,7 @@ class TrackedRun:
 
 
 class Tracker:
-    """Records runs; subclass it, and offer the class under `accel.trackers`, or pass an object to `Accelerator(log_with=...)`.
+    """Base of trackers: offer a subclass under `accel.trackers`, or pass `log_with` an object.
 
     One object records one run. All methods but the constructor and `unusable` are called in one
     thread of the tracker's own, one after the other: `start`, any number of records, `finish`. One
@@ -69,39 +69,39 @@ class Tracker:
 
     @classmethod
     def unusable(cls) -> str | None:
-        """The reason why it cannot be used here, and what to type; None if it can. Imports no service."""
+        """The reason why it cannot be used here, and advice; None if it can. Imports no service."""
         return None
 
     @property
     def tracker(self) -> Any:
-        """The service's own object for the run, from `start` on: what `get_tracker(name, unwrap=True)` returns."""
+        """The service's own object, from `start` on, as of `get_tracker(name, unwrap=True)`."""
         raise NotImplementedError
 
     def start(self, run: TrackedRun) -> None:
-        """Opens the run, or the one again that `run.resumed` tells of, and stores its configuration."""
+        """Opens the run, again the one that `run.resumed` tells of; stores its configuration."""
         raise NotImplementedError
 
     def state(self) -> dict[str, Any]:
-        """The data that `start` needs to go on with this run, as JSON has it. Called after `start` and by every `save_state`."""
+        """The data, as JSON has it, for `start` to go on. Called after it, and by `save_state`s."""
         return {}
 
     def log(self, values: Mapping[str, Any], step: int, **options: Any) -> None:
-        """Records values: name → int, float (also nan and inf), text, or an object that `records` accepts.
+        """Records values: name → int, float (nan and inf too), text, or an object as of `records`.
 
         Names of nested dicts are joined by "/". `step` is at least 0, and may be an earlier one.
-        `options` are `log_kwargs[name]`. If the record has histograms too, `log_histograms` is given
+        `options` are `log_kwargs[name]`. If the record has histograms too, `log_histograms` gets
         the same ones: raise a TypeError for those that neither method has.
         """
         raise NotImplementedError
 
     def records(self, value: object) -> bool:  # noqa: ARG002
-        """Whether `log` takes this object, which is no number and no text, as it is: one of the service's own types."""
+        """Whether `log` takes this object, no number or text, as a type of the service's own."""
         return False
 
     def log_images(self, values: Mapping[str, Sequence[torch.Tensor]], step: int, **options: Any) -> None:
-        """Records images: name → tensors (height, width, channels), uint8, on the CPU, with 1, 3 or 4 channels.
+        """Records images: name → uint8 tensors (height, width, 1, 3 or 4 channels) on the CPU.
 
-        Not overridden, as the two below: the tracker has none, which is said once where there are some.
+        Not overridden, as the two below: the tracker has none, which is said once if any come.
         """
         raise NotImplementedError
 
@@ -110,18 +110,18 @@ class Tracker:
         raise NotImplementedError
 
     def log_histograms(self, values: Mapping[str, Bins], step: int, **options: Any) -> None:
-        """Records histograms by name; for the options see `log`. A record of histograms alone reaches this method only."""
+        """Records histograms by name; a record of these alone has no `log`. Options: as `log`."""
         raise NotImplementedError
 
     def flush(self) -> None:
-        """Makes what was recorded readable by others as far as that takes no network. Called in `save_state`, and in pauses."""
+        """Makes records readable by others, if without network. Called in `save_state`, pauses."""
 
     def finish(self, failed: bool) -> None:
-        """Closes the run; nothing is called after it. `failed`: whether the run did, or the tracker was switched off."""
+        """Closes the run; the last call. `failed`: the run has, or the tracker is switched off."""
 
 
 class GeneralTracker:
-    """The older way to write a tracker: subclass it, and pass an object of the class to `Accelerator(log_with=...)`.
+    """The older way to write a tracker: pass a subclass's object to `Accelerator(log_with=...)`.
 
     A subclass has the attributes `name` and `requires_logging_directory`, and `tracker`, the
     service's own object; one that lacks them raises `NotImplementedError` when it is made. Its
@@ -155,7 +155,7 @@ class GeneralTracker:
 
 
 class TrackerHandle:
-    """Records with one tracker as the Accelerator does with all: in its turn, in the tracker's thread, with a failure isolated.
+    """Records with one tracker as the Accelerator does with all: in its thread, in its turn.
 
     Further attributes are the tracker's, when all is recorded: `handle.writer` of TensorBoard.
     """
@@ -167,11 +167,11 @@ class TrackerHandle:
 
     @property
     def tracker(self) -> Any:
-        """The service's own object, as `get_tracker(name, unwrap=True)` returns it. Begins the run."""
+        """The service's own object, as of `get_tracker(name, unwrap=True)`. Begins the run."""
         return self._trackers.get(self.name, unwrap=True)
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        """Logs as `Accelerator.log` does, with this tracker alone; the options are its own `log_kwargs`."""
+        """Logs as `Accelerator.log` with this tracker alone; options: its own `log_kwargs`."""
         self._trackers.log(values, step, {self.name: options}, only=self.name)
 
     def log_images(

@@ -10,7 +10,7 @@ MOST_BINS = 512
 
 @dataclass(frozen=True)
 class Table:
-    """A table as a tracker gets it: columns have different names, and cells are None, booleans, numbers or texts."""
+    """A table for a tracker: unique column names; cells of None, booleans, numbers or texts."""
 
     columns: tuple[str, ...]
     rows: tuple[tuple[Any, ...], ...]
@@ -18,7 +18,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Bins:
-    """A histogram as a tracker gets it: `counts[i]` finite values lie in [edges[i], edges[i + 1]), the last bin included its end.
+    """A tracker's histogram: `counts[i]` finite values in [edges[i], edges[i + 1]), last end too.
 
     `total` and `total_of_squares` are sums over the finite values; `nonfinite` ones are in no bin.
     """
@@ -31,7 +31,7 @@ class Bins:
 
 
 class Histogram:
-    """A histogram of values, to be logged like a number: `accelerator.log({"weights": Histogram(layer.weight)})`.
+    """A histogram to log as a number: `accelerator.log({"weights": Histogram(layer.weight)})`.
 
     `values` is a tensor, an array, or a sequence of numbers or of tensors, of any shapes; they are
     copied on their device, and counted by the tracker's thread. The `bins`, 1 to 512, are of equal

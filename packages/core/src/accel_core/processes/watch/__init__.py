@@ -1,1 +1,1 @@
-"""The Watch: ranks that will never come together end within seconds, and say why; begin with `monitor`."""
+"""The Watch: ranks that can never meet end within seconds, and say why; begin at `monitor`."""

@@ -1,4 +1,4 @@
-"""Comparing every collective across the ranks, through the store, before it runs: ACCELERATE_DEBUG_MODE=1."""
+"""Comparison of collectives over ranks, in the store, before they run: ACCELERATE_DEBUG_MODE=1."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Checks:
-    """The checks of one rank, over a connection to the store of their own. `verdict` says why the ranks will not come together."""
+    """One rank's checks, over its own connection to the store. `verdict`: why ranks cannot meet."""
 
     def __init__(self, store: Store, rank: int, size: int, verdict: Callable[[], str]) -> None:
         self._store, self._verdict = store, verdict
@@ -27,7 +27,7 @@ class Checks:
         self._warned: set[tuple[str, ...]] = set()
 
     def compare(self, name: str, members: tuple[int, ...] | None, details: Description | None) -> None:
-        """Waits for the other members (None: all); raises on every rank where they call anything else. Collective."""
+        """Waits for the members (None: all); raises on all if calls differ. Collective."""
         members = members or self._everyone
         heard = self._heard(members, {**(details or describe(name)), "line": calling_line()})
         if any({**each, "line": ""} != {**heard[0], "line": ""} for each in heard):

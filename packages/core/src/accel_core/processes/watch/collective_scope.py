@@ -1,4 +1,4 @@
-"""Marks of the collectives that this process is in, by which the Watch explains those that fail or wait."""
+"""Marks of the collectives of this process, by which the Watch explains failures and waits."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ on_duty: weakref.WeakKeyDictionary[dist.ProcessGroup, Watch] = weakref.WeakKeyDi
 
 
 def running() -> Watch | None:
-    """The Watch over torch's default group; None if there is no group, or nobody watches over it."""
+    """The Watch over torch's default group; None without a group, or if nobody watches it."""
     return on_duty.get(dist.group.WORLD) if dist.is_initialized() else None  # type: ignore[arg-type]
 
 
 def collective(name: str, *, whole: bool = False) -> contextlib.AbstractContextManager[object]:
-    """A block in which all ranks of the default group take part, marked by the name that users know: "gather()".
+    """A block in which the default group's ranks meet, by the name that users know: "gather()".
 
     `whole` says that ranks may meet in it from different collectives inside.
     """
@@ -37,7 +37,7 @@ def collective(name: str, *, whole: bool = False) -> contextlib.AbstractContextM
 
 
 def explain(error: BaseException) -> None:
-    """Adds to the error of a broken connection why it broke, which may take seconds. No collective."""
+    """Adds to a broken connection's error why it broke, which may take seconds. No collective."""
     watch = running()
     if watch is not None and is_broken_connection(error) and not explanation(error):
         text = watch.explain(error)

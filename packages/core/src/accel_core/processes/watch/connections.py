@@ -1,4 +1,4 @@
-"""The connections of process groups, shut down so that a collective of gloo raises where it waits."""
+"""Connections of process groups, shut down so that a collective of gloo raises where it waits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DESCRIPTORS = Path("/proc/self/fd")
 
 
 class Connections:
-    """The connections that were opened while process groups were made, but for those to `store`; none where there is no `/proc`."""
+    """Connections opened while groups were made, but those to `store`; none without `/proc`."""
 
     def __init__(self, store: Store) -> None:
         innermost: Any = store
@@ -49,7 +49,7 @@ class Connections:
 
 
 def _sockets() -> dict[str, int]:
-    """The sockets of this process: their names in the kernel, which are never given twice, and descriptors."""
+    """This process's sockets: names in the kernel, which are never given twice; descriptors."""
     found: dict[str, int] = {}
     with contextlib.suppress(OSError):
         for entry in os.listdir(_DESCRIPTORS):

@@ -97,7 +97,7 @@ class Report(NamedTuple):
 
 
 class Absent(NamedTuple):
-    """A rank that does not report: for how many seconds, what is known of its process, and how to name that."""
+    """A rank that does not report: for how many seconds, the state of its process, its name."""
 
     seconds: float
     state: State
@@ -110,14 +110,14 @@ class Absent(NamedTuple):
 
     @property
     def given_up(self) -> str:
-        """The reason why it is waited for no more; empty as long as it may be busy where Python cannot answer."""
+        """The reason to wait for it no more; empty while it may be busy outside of Python."""
         if self.state == "unknown" and self.seconds >= LOST:
             return f"{self.process} has not answered for {self.seconds:.0f} s"
         return self.lost if self.seconds >= SILENT else ""
 
 
 def judged(reports: Mapping[int, Report], absent: Mapping[int, Absent]) -> tuple[Report | None, dict[int, str]]:
-    """A rank that waits in vain, and those that it waits for: see `missing`. None as long as all may come together."""
+    """A rank that waits in vain, and those it waits for, as `missing`; None if all may meet."""
     looked_at = set()
     for rank, report in reports.items():
         waits = frozenset((call.meeting, call.members) for call in report.waiting)
@@ -129,7 +129,7 @@ def judged(reports: Mapping[int, Report], absent: Mapping[int, Absent]) -> tuple
 
 
 def missing(rank: int, reports: Mapping[int, Report], absent: Mapping[int, Absent]) -> dict[int, str]:
-    """The ranks that this one waits for in vain, and why (empty: from where several stand); `absent` do not report."""
+    """Ranks that this one waits for in vain, and why (empty: several stand); `absent`: silent."""
     moving = _moving(reports, absent)
     found: dict[int, str | None] = {}
     for other in sorted({*reports, *absent} - {rank}):
@@ -141,7 +141,7 @@ def missing(rank: int, reports: Mapping[int, Report], absent: Mapping[int, Absen
 
 
 def _moving(reports: Mapping[int, Report], absent: Mapping[int, Absent]) -> set[int]:
-    """The ranks that may yet come to any collective: they compute, or are in one with a rank that may."""
+    """The ranks that may yet come to a collective: computing, or in one with such a rank."""
     present = [report for rank, report in reports.items() if rank not in absent and not report.left]
     moving = {rank for rank, each in absent.items() if not each.lost}
     moving.update(report.rank for report in present if not report.rests)
@@ -165,7 +165,7 @@ def _elsewhere(waited_for: Sequence[Call], report: Report, moving: set[int]) -> 
 
 
 def verdict(report: Report, reports: Mapping[int, Report], found: Mapping[int, str]) -> str:
-    """The message to all ranks: who waits in vain for whom, each rank's position, and what to look for."""
+    """The message to all ranks: who waits in vain for whom, all positions, and advice."""
     call = report.waiting[0]
     return (
         f"The ranks do not come together: rank {report.rank} waits in {call} for rank {' and '.join(map(str, found))}, in "
@@ -176,7 +176,7 @@ def verdict(report: Report, reports: Mapping[int, Report], found: Mapping[int, s
 def broken_text(
     rank: int, name: str, timed_out: bool, reports: Mapping[int, Report], reasons: Mapping[int, str]
 ) -> str:
-    """The message to the user of a rank whose connections broke in the collective `name`, or that timed out there."""
+    """The message for a rank whose connections broke, or that timed out, in collective `name`."""
     if timed_out:
         what = f"Rank {rank} gave up in {name}, after the timeout of its process group."
         advice = (

@@ -1,4 +1,4 @@
-"""The Watch of a rank: a thread that looks, asks, answers and judges, and what the library sees of it."""
+"""The Watch of a rank: a thread that looks, asks, answers and judges, and its interface."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ AGAIN = "The ranks did not come together, as an earlier error of this rank says.
 
 
 class Watch:
-    """The watch of one rank over its world: a thread that sleeps, with a connection of its own to the store.
+    """The watch of one rank over its world: a sleeping thread, with a connection to the store.
 
-    A rank in no collective, which may be writing, is never ended from here: its next collective raises.
+    A rank in no collective may be writing, and is never ended here: its next collective raises.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Watch:
             self._board.post(self._status.report())
 
     def stop(self, alone: bool = False) -> None:
-        """Ends the thread, when this rank has ended `alone` or not. Its last word stays in the store, as long as rank 0."""
+        """Ends the thread; `alone`: without the others. Its last word lasts as long as rank 0."""
         failed = self.verdict or self._status.left == FAILED or (alone and self._board.failures())
         if self._rank == 0 and failed:
             with contextlib.suppress(dist.DistError):
@@ -129,7 +129,7 @@ class Watch:
             self._thread.join(PATIENCE)
 
     def _ask(self, name: str, timed_out: bool) -> str:
-        """The answer to the user of a rank whose connections broke; empty if nothing is found out."""
+        """The answer to a user whose connections broke; empty if nothing is found out."""
         if not self._stopped:
             self._answered.clear()
             self._question = name, timed_out, time.monotonic()
@@ -158,7 +158,7 @@ class Watch:
                     raise
 
     def _look(self) -> None:
-        """One look, while the store is there. It ends with rank 0 as a rule, which hosts it, be that a failure or not."""
+        """Looks once, while there is a store, which ends with its host, rank 0, failed or not."""
         report = self._status.report()
         state = "unknown" if self._host is None else self._host.state()
         if self._store_is_lost or state in ("gone", "stopped"):
@@ -200,7 +200,7 @@ class Watch:
         self._suspicion: tuple[object, list[int], int] = None, [], 0  # what, in which reports, and how often seen
 
     def _reports(self, mine: Report) -> tuple[dict[int, Report], dict[int, Absent]]:
-        """The reports since this rank began to wait, its own first, with the last ones of who has left; and the silent ranks."""
+        """Reports since this rank's wait, its own first, those of who has left; silent ranks."""
         reports, absent = {self._rank: mine}, {}
         for rank in self._others:
             report = self._board.report(rank)
@@ -248,7 +248,7 @@ class Watch:
             self._reply(told or broken_text(self._rank, name, timed_out, reports, silent | gone))
 
     def _look_alone(self, report: Report, state: State) -> None:
-        """A look without the store: a stopped host does not answer; a lost store alone says nothing of rank 0."""
+        """Looks without the store: a stopped host is silent; a lost store tells nothing of it."""
         self._stopped_since = self._stopped_since or self._status.seconds
         if state == "stopped" and self._status.seconds - self._stopped_since < SILENT:
             return
@@ -263,7 +263,7 @@ class Watch:
                 self._reply(broken_text(self._rank, name, timed_out, {self._rank: report}, reason))
 
     def _last_words(self, report: Report) -> None:
-        """The main thread has ended, but other threads of the user's keep the process: the exit is not heard of yet."""
+        """The main thread has ended, but the user's threads keep the process: reports its end."""
         error = getattr(sys, "last_value", None)
         if error is not None and broken_connection_in(error) is None:
             self.fail(error)
@@ -296,7 +296,7 @@ class Watch:
 
 
 def _connected_anew(store: dist.Store) -> dist.Store:
-    """A clone of the store with its own connection: a client serves one request at a time, and some wait long."""
+    """A clone of the store with its own connection: a client serves one request at a time."""
     client: Any = store
     clone: dist.Store = client.clone()  # torch's stubs do not know it
     return clone

@@ -1,4 +1,4 @@
-"""The status of this process: the collectives of its threads, and the line of its training thread."""
+"""The status of this process: its threads' collectives, and its training thread's line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ IDLE = 0.02  # the part of a core below which a process waits; what gloo receive
 
 
 class RankStatus:
-    """The status of one rank. `inside` is written by whoever enters a collective, everything else by one observer."""
+    """The status of a rank. A thread in a collective writes `inside`, one observer the rest."""
 
     def __init__(self, rank: int, spins: bool = False) -> None:
         # By thread that has taken part in collectives: a new object each time, so that two are told apart.
@@ -31,7 +31,7 @@ class RankStatus:
         self._looked_at = time.monotonic()
 
     def report(self) -> Report:
-        """The present report of this rank. Durations are measured here: they begin with the second report."""
+        """This rank's present report. Measures durations, which begin at the second report."""
         before, self._looked_at = self._looked_at, time.monotonic()
         passed = min(self._looked_at - before, GAP)
         self.seconds += passed
@@ -59,7 +59,7 @@ class RankStatus:
         return any(position_of(thread) for thread in {self._thread, *self.inside} - {threading.main_thread().ident})
 
     def _used(self) -> float:
-        """Seconds of CPU since the last call, without those of the user's threads that take no part, nor of this one."""
+        """Seconds of CPU since the last call, but for this thread and threads taking no part."""
         before, self._cpu = self._cpu, time.process_time()
         known, self._bystanders = self._bystanders, {}
         for thread in threading.enumerate():
@@ -68,7 +68,7 @@ class RankStatus:
         return self._cpu - before - sum(used - known.get(thread, 0.0) for thread, used in self._bystanders.items())
 
     def _entry(self, thread: int, position: Position, idle: bool) -> Entry | None:
-        """The collective that a thread is in: one that it has marked, else, in the world's own thread, one of torch's."""
+        """The collective that a thread has marked, else, in the world's thread, one of torch's."""
         marked = self.inside.get(thread)
         if marked is not None or thread != self._thread:
             return marked
@@ -82,5 +82,5 @@ class RankStatus:
         return begun if known is entry or (known == entry and self.inside.get(thread) is None) else now
 
     def _waits(self, position: Position, idle: bool) -> bool:
-        """Whether a thread that is in a collective computes nothing there: it may, in a backward for instance."""
+        """Whether a thread in a collective computes nothing; in a backward it may compute."""
         return position.communicates and (idle or (self._spins and not position.differentiates))

@@ -1,4 +1,4 @@
-"""The location of a process: its machine, whether it runs (unknown without `/proc`), and the user's line."""
+"""A process's location: machine, state (unknown without `/proc`), and the user's line."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Process(NamedTuple):
         return cls(socket.gethostname(), _machine(), pid, _status(pid)[1])
 
     def state(self) -> State:
-        """Whether it runs, was stopped by a signal, or has ended. Only a process of this machine can be looked at."""
+        """The state: running, stopped by a signal, gone; unknown on another machine."""
         if self.machine != _machine() or not self.started:
             return "unknown"
         letter, started = _status(self.pid)
@@ -79,7 +79,7 @@ def position_of(thread: int) -> Position | None:
 
 
 def cpu_seconds(thread: int) -> float:
-    """The CPU seconds of the thread with this number in the kernel; 0.0 where they cannot be read."""
+    """The CPU seconds of the thread with this kernel number; 0.0 where they cannot be read."""
     try:
         return int((_PROC / "self/task" / str(thread) / "schedstat").read_text().split()[0]) / 1e9
     except (OSError, ValueError):
@@ -103,7 +103,7 @@ def calling_line() -> str:
 
 
 def raising_line(error: BaseException, *, or_ours: bool = False) -> str:
-    """The innermost line of the user's that an error has passed; if there is none, that which raised it, or nothing."""
+    """The user's innermost line that an error passed, else the raising one if `or_ours`, or ""."""
     frames = list(traceback.walk_tb(error.__traceback__))
     passed = [each for each in frames if not _is_machinery(each[0])] or (frames if or_ours else [])
     return _line(*passed[-1]) if passed else ""
@@ -136,7 +136,7 @@ def _meeting(frame: FrameType, module: str) -> str:
 
 
 def _machine() -> str:
-    """The boot of the kernel and the namespace of its process ids; empty where that cannot be read."""
+    """The kernel's boot and the namespace of its process ids; empty where that cannot be read."""
     try:
         boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink(_PROC / 'self/ns/pid')}"
@@ -145,7 +145,7 @@ def _machine() -> str:
 
 
 def _status(pid: int) -> tuple[str, str]:
-    """The letter of a process's state, "?" if that cannot be read, and when it started; empty if there is none."""
+    """The letter of a process's state, "?" if unreadable, and its start; empty if there is none."""
     try:
         # The name of the program stands in parentheses and may hold anything.
         fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()

@@ -17,7 +17,7 @@ _JUDGED = 1 << 40  # added to the counter of questions once there is a verdict: 
 
 
 class StatusStore:
-    """One rank's access, over a connection of its own. Methods raise `DistError` if the store has gone, unless they say else."""
+    """One rank's access, by its own connection. Unless said else, `DistError` without a store."""
 
     def __init__(self, store: dist.Store, rank: int) -> None:
         self._store, self._rank = store, rank
@@ -28,7 +28,7 @@ class StatusStore:
         self._store.set(f"process/{self._rank}", json.dumps(process))
 
     def process(self, rank: int, patience: timedelta = timedelta(0)) -> Process | None:
-        """The process of a rank; None if not announced after `patience`: it may make no World at all."""
+        """The process of a rank; None if not announced after `patience`, as without a World."""
         if patience:
             with contextlib.suppress(dist.DistStoreError):
                 self._store.wait([f"process/{rank}"], patience)
@@ -36,7 +36,7 @@ class StatusStore:
         return Process(*json.loads(text)) if text else None
 
     def ask(self, asking: bool) -> tuple[int, bool]:
-        """Asks the others to report, or only looks: a number that grows with each question, and whether there is a verdict."""
+        """Asks for reports, or only looks: the number of questions; whether there is a verdict."""
         count = self._store.add("asked", int(asking))
         return count % _JUDGED, count >= _JUDGED
 
@@ -50,7 +50,7 @@ class StatusStore:
         return Report.from_json(text) if text else None
 
     def lead(self) -> bool:
-        """Whether this rank judges: the one that asked first, until it does so no more. Two for a moment see the same."""
+        """Whether this rank judges: the first to ask, while it does; for a moment two may."""
         found = self._read("judge")
         holder, _, beat = found.partition(" ")
         if found and holder != str(self._rank) and found != self._lease:
@@ -77,7 +77,7 @@ class StatusStore:
             self._store.set(f"failure/{self._store.add('failures', 1)}", notice)
 
     def failures(self) -> str:
-        """The errors that have ended other ranks, as a paragraph for the user; empty if there are none, or no store."""
+        """Errors that have ended other ranks, as a paragraph; empty without any, or no store."""
         errors: dict[int, str] = {}
         with contextlib.suppress(dist.DistError):
             for number in range(1, self._store.add("failures", 0) + 1):
@@ -90,12 +90,12 @@ class StatusStore:
         return f"The connection broke because {told}\n{mend}" if errors else ""
 
     def acknowledge(self) -> None:
-        """Says that this rank has read the verdict, or has got another answer, and needs the store no more, if it is there."""
+        """Says, if there is a store, that this rank has its answer, and needs the store no more."""
         with contextlib.suppress(dist.DistError):
             self._store.set(f"read/{self._rank}", "")
 
     def linger(self, size: int, patience: timedelta) -> None:
-        """Waits until all ranks that still run need the store no more; not for longer than `patience`."""
+        """Waits until running ranks need the store no more, `patience` at most."""
         deadline = time.monotonic() + patience.total_seconds()
         waited_for = set(range(size)) - {self._rank}
         while waited_for and time.monotonic() < deadline:
