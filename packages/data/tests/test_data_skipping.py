@@ -160,7 +160,7 @@ def test_what_is_no_loader_cannot_be_skipped():
 def test_an_accelerator_skips_prepared_loaders_only():
     accelerator = Accelerator(cpu=True)
     loader = DataLoader(range(8), batch_size=3)
-    with pytest.raises(TypeError, match="was given a DataLoader that is not prepared"):
+    with pytest.raises(TypeError, match="was given a DataLoader that cannot leave out batches. Pass what prepare"):
         accelerator.skip_first_batches(loader, 1)
     prepared = accelerator.prepare(loader)
     assert ids(accelerator.skip_first_batches(prepared, 1)) == [[3, 4, 5], [6, 7]]

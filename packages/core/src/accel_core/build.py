@@ -96,7 +96,7 @@ class Assembly(NamedTuple):
 
 def assemble(given: Mapping[str, Any]) -> Assembly:
     """Makes every part from the arguments by name, or raises, leaving only the process group."""
-    handlers, sections = _by_class(as_sequence("kwargs_handlers", given["kwargs_handlers"] or ())), Sections()
+    handlers, sections = _by_class(given["kwargs_handlers"]), Sections()
     asked = _Asked(given, handlers, list_offers(), sections)
     project_dir = asked.option("project_dir")
     project = resolve_project(project_dir.value, given["project_config"], project_dir.source)
@@ -177,8 +177,10 @@ class _Asked(NamedTuple):
         option = self.option(argument, default)
         choice = option.value.value if isinstance(option.value, Enum) else option.value
         by_name = isinstance(choice, str)
-        factory = find(group, choice, self.offers).load() if by_name else type(choice)
-        kinds: Sequence[Any] = getattr(factory, "handlers", (getattr(factory, "handler", None),))
+        asked = find(group, choice, self.offers).load() if by_name else choice
+        kinds: Sequence[Any] = (
+            getattr(asked, "handlers", ()) if base is Precision else (getattr(asked, "handler", None),)
+        )
         given = [self.handlers[kind] for kind in kinds if kind in self.handlers]
         names = " and ".join(f"{type(handler).__name__}(...)" for handler in given)
         if len(given) > 1:
@@ -251,7 +253,8 @@ class _Asked(NamedTuple):
         return choices, chosen.names, lambda world, project: factory(chosen, rules, world, project)
 
 
-def _by_class(handlers: Sequence[Any]) -> dict[type[KwargsHandler], Any]:
+def _by_class(given: Any) -> dict[type[KwargsHandler], Any]:
+    handlers: Sequence[Any] = () if given is None else as_sequence("kwargs_handlers", given)
     for handler in handlers:
         if not isinstance(handler, KwargsHandler):
             kind = type(handler).__name__

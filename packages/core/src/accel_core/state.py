@@ -161,7 +161,11 @@ class AcceleratorState(_State):
     @property
     def distributed_type(self) -> DistributedType:
         """The word that the strategy in use declares for this device, else its name."""
-        return self._word(self.strategy.distributed_type or offered_name(type(self.strategy)) or self._name)
+        return self._word(self.strategy.distributed_type or self._own_name)
+
+    @functools.cached_property
+    def _own_name(self) -> str:
+        return offered_name(type(self.strategy)) or self._name
 
     @property
     def _active(self) -> str:
@@ -201,8 +205,8 @@ class AcceleratorState(_State):
         return names
 
     def _is_strategy(self, name: str) -> bool:
-        known = {*KNOWN_PROVIDERS["accel.strategies"], *(offer.name for offer in list_offers("accel.strategies"))}
-        return name in known.union(*self._names.values())
+        known = {*KNOWN_PROVIDERS["accel.strategies"]}.union(*self._names.values())  # loops read these: no look further
+        return name in known or any(offer.name == name for offer in list_offers("accel.strategies"))
 
     def _facts(self) -> dict[str, object]:
         facts = {**super()._facts(), "Mixed precision": self.mixed_precision, "Strategy": self._name}

@@ -278,3 +278,12 @@ def adopt_a_group() -> bool:
 
 def test_a_group_of_somebody_else_is_ended_by_who_started_it() -> None:
     assert run_ranks(adopt_a_group, 2) == [True, False]
+
+
+def test_reading_a_strategy_by_its_older_name_looks_at_no_installed_distribution(monkeypatch):
+    """Loops read it at every step."""
+    state = Accelerator(cpu=True).state
+    assert state.fsdp_plugin is None
+    monkeypatch.setattr("accel_core.state.list_offers", lambda *_: pytest.fail("looked at what is installed"))
+    assert state.fsdp_plugin is None
+    assert state.distributed_type is state.distributed_type

@@ -238,3 +238,8 @@ def test_choices_are_known_where_the_type_lists_them() -> None:
     assert choices(bool) == (True, False)
     assert choices(bool | int) == ()
     assert choices(str) == ()
+
+
+def test_each_place_of_a_fixed_list_is_read_by_its_own_type():
+    assert from_data(tuple[str, Any], "1,2") == ("1", 2)
+    assert from_data(tuple[Any, str], "1,2") == (1, "2")

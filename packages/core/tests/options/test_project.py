@@ -36,6 +36,9 @@ def test_a_folder_of_the_logs_that_was_assigned_later_stays() -> None:
     [
         ({"automatic_checkpoint_naming": "no"}, TypeError, "automatic_checkpoint_naming='no'.*a str: give True or"),
         ({"save_on_each_node": 1}, TypeError, "save_on_each_node=1.*a int: give True or False"),
+        ({"iteration": -1}, ValueError, "iteration=-1.: expected an integer of at least 0"),
+        ({"iteration": 3.0}, ValueError, "iteration=3.0.: expected an integer of at least 0"),
+        ({"iteration": True}, ValueError, "iteration=True.: expected an integer of at least 0"),
         (
             {"total_limit": 0, "automatic_checkpoint_naming": True},
             ValueError,

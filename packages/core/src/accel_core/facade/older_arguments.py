@@ -111,7 +111,7 @@ def warn_of_unread(environ: Mapping[str, str] = os.environ) -> None:
 def refuse_unknown(constructor: type, older: Mapping[str, object]) -> None:
     """Raises `TypeError` for arguments that nothing takes."""
     for name in older:
-        meant = nearest(name, list(inspect.signature(constructor).parameters))
+        meant = nearest(name, [each for each in inspect.signature(constructor).parameters if each != "older_names"])
         hint = f" Did you mean {meant!r}?" if meant else ""
         raise TypeError(f"Accelerator() got an argument {name!r} that nothing installed takes.{hint}")
 

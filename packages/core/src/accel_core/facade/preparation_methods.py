@@ -172,7 +172,8 @@ class PreparationMethods(AcceleratorParts):
         """
         behind = getattr(dataloader, "behind", None)
         if not callable(behind):
-            raise TypeError(f"skip_first_batches() was given a {type(dataloader).__name__} that is not prepared.")
+            what = f"skip_first_batches() was given a {type(dataloader).__name__} that cannot leave out batches."
+            raise TypeError(f"{what} Pass what prepare() returned; if it is that, skip them by hand.")
         skipped: DataLoader[Any] = behind(num_batches)
         return skipped
 

@@ -226,14 +226,13 @@ def _mapping(own: Any, value: Any) -> dict[str, Any]:
 
 
 def _list(make: Callable[[list[Any]], Any], own: Sequence[Any], is_fixed: bool, value: Any) -> Any:
-    if isinstance(value, str) and _is_json(value):
-        value = json.loads(value)
-    elif isinstance(value, str):
-        value = [_part(own[0], part) for part in value.split(",")] if value.strip() else []
+    has_commas = isinstance(value, str) and not _is_json(value)
+    if isinstance(value, str):
+        value = (value.split(",") if value.strip() else []) if has_commas else json.loads(value)
     if not isinstance(value, (list, tuple)):
         raise TypeError(value)
-    kinds = own if is_fixed else [own[0]] * len(value)
-    return make([_convert(kind, item) for kind, item in zip(kinds, value, strict=True)])
+    pairs = zip(own if is_fixed else [own[0]] * len(value), value, strict=True)
+    return make([_convert(kind, _part(kind, item) if has_commas else item) for kind, item in pairs])
 
 
 def _part(kind: Any, text: str) -> Any:

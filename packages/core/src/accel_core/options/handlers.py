@@ -178,6 +178,8 @@ class ProjectConfiguration:
 
     def __post_init__(self) -> None:
         check_flags(self, "automatic_checkpoint_naming", "save_on_each_node")
+        if type(self.iteration) is not int or self.iteration < 0:
+            raise ValueError(f"ProjectConfiguration(iteration={self.iteration!r}): expected an integer of at least 0.")
         given = f"ProjectConfiguration(total_limit={self.total_limit!r})"
         if self.total_limit is not None and (type(self.total_limit) is not int or self.total_limit < 1):
             raise ValueError(f"{given}: expected an integer of at least 1.")

@@ -243,9 +243,11 @@ class Selected:
 
     def provider(self) -> tuple[str, str] | None:
         """The distribution and version of the component; None for user code. May take 70 ms."""
+        if self.offer is not None:
+            return self.offer.distribution, self.offer.version
         package = self.where.partition(".")[0]
         ours = (offer for offer in list_offers() if offer.value.partition(":")[0].partition(".")[0] == package)
-        if (offer := self.offer or next(ours, None)) is not None:
+        if (offer := next(ours, None)) is not None:
             return offer.distribution, offer.version
         names = {*metadata.packages_distributions().get(package, ())}
         return next(((name, metadata.version(name)) for name in names), None) if len(names) == 1 else None
