@@ -680,3 +680,9 @@ def test_a_dataframe_of_pandas_is_a_table() -> None:
 def test_what_is_no_table_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         as_table(**given)
+
+
+@pytest.mark.parametrize("values", [{"1": {"b": 2.0}, 1: 0.5}, {1: 0.5, "1": {"b": 2.0}}])
+def test_a_value_and_a_dict_of_one_name_are_refused(values):
+    with pytest.raises(ValueError, match="Two values to be logged have the name"):
+        Record(values)

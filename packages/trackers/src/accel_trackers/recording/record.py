@@ -57,9 +57,13 @@ class Record:
         self._lock = threading.Lock()
         self._joined: View | None = None
         numbers: dict[tuple[torch.device, torch.dtype], dict[_Path, torch.Tensor]] = {}
-        names = set()
+        names: set[str] = set()
+        leaves: set[_Path] = set()
+        dicts: set[_Path] = set()
         for path, value in _leaves(values, ()):
-            if (name := "/".join(path)) in names:
+            leaves.add(path)
+            dicts.update(path[:depth] for depth in range(1, len(path)))
+            if (name := "/".join(path)) in names or not dicts.isdisjoint(leaves):
                 raise ValueError(
                     f"Two values to be logged have the name {name!r}: keys become texts, and those of nested dicts are joined by '/'. "
                     f"Rename one of them."
