@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -336,3 +339,88 @@ class TestWhatIsWrong:
             set_module_tensor_to_device(model, "head.weight", "cpu", value=torch.ones(3))
         with pytest.raises(ValueError, match=r"Linear has no parameter or buffer 'wait'"):
             set_module_tensor_to_device(model, "head.wait", "cpu")
+
+
+class Borrowing(nn.Module):
+    """Computes with a weight of a submodule that it does not call."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(5, 4)
+        self.linear = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.full((1,), 2.0))
+
+    def forward(self, ids):
+        return nn.functional.linear(self.linear(self.embedding(ids)), self.embedding.weight) * self.scale
+
+
+class TestWeightsThatAreNotHere:
+    def test_computing_with_one_raises_with_what_to_do(self):
+        model = cpu_offload(Borrowing())
+        with pytest.raises(RuntimeError, match=r"'embedding.weight', which is offloaded.*preload_module_classes="):
+            model(IDS[:1])
+
+    def test_a_class_that_borrows_weights_has_them_all(self, tmp_path):
+        torch.manual_seed(1)
+        expected = Borrowing()
+        model = dispatch_model(
+            copy.deepcopy(expected), {"": "disk"}, offload_dir=tmp_path, preload_module_classes=["Borrowing"]
+        )
+        for _ in range(2):
+            assert torch.equal(model(IDS[:1]), expected(IDS[:1]))
+
+    def test_tied_weights_of_such_a_class_come_under_every_name(self, files):
+        with init_empty_weights():
+            model = Net().eval()
+        model = load_checkpoint_and_dispatch(model, files, device_map={"": "disk"}, preload_module_classes=["Net"])
+        assert torch.equal(model(IDS), net()(IDS))
+
+    def test_a_root_with_a_parameter_of_its_own_goes_to_disk(self, tmp_path):
+        class Root(nn.Linear):
+            pass
+
+        expected = Root(3, 3)
+        model = dispatch_model(copy.deepcopy(expected), {"": "disk"}, offload_dir=tmp_path)
+        assert torch.equal(model(torch.ones(1, 3)), expected(torch.ones(1, 3)))
+        with align_module_device(model):
+            assert torch.equal(model.weight, expected.weight)
+
+    def test_an_index_of_a_folder_is_used(self, tmp_path):
+        model = net()
+        dispatch_model(copy.deepcopy(model), {"": "disk"}, offload_dir=tmp_path)
+        index = json.loads((tmp_path / "index.json").read_text())
+        again = dispatch_model(copy.deepcopy(model), {"": "disk"}, offload_dir=tmp_path, offload_index=index)
+        assert torch.equal(again(IDS), model(IDS))
+
+    def test_an_error_in_a_forward_takes_the_weights_away(self):
+        model = cpu_offload(nn.Linear(3, 3))
+        with pytest.raises(RuntimeError):
+            model(torch.ones(1, 4))
+        assert model.weight.device.type == "meta"
+        assert model(torch.ones(1, 3)).shape == (1, 3)
+
+    def test_a_second_thread_is_refused(self):
+        entered, leave = threading.Event(), threading.Event()
+
+        class Slow(nn.Linear):
+            def forward(self, x):
+                entered.set()
+                assert leave.wait(20)
+                return super().forward(x)
+
+        model = cpu_offload(Slow(2, 2))
+        with ThreadPoolExecutor(1) as pool:
+            first = pool.submit(model, torch.ones(1, 2))
+            assert entered.wait(20)
+            with pytest.raises(RuntimeError, match="called by two threads at once"):
+                model(torch.ones(1, 2))
+            leave.set()
+            assert first.result().shape == (1, 2)
+
+    def test_tied_weights_of_two_values_are_refused(self, tmp_path):
+        state = net().state_dict()
+        write_weights({**state, "head.weight": state["head.weight"] + 1}, tmp_path)
+        with pytest.raises(
+            CheckpointError, match=r"head.weight is tied to embedding.weight in this Net, and has another value"
+        ):
+            load_checkpoint_and_dispatch(net(), tmp_path, device_map={"": "disk"})

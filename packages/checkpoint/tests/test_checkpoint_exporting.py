@@ -143,8 +143,9 @@ def test_what_is_no_source_or_no_target_is_said(tmp_path):
     with pytest.raises(FileNotFoundError, match="should hold a checkpoint"):
         export_weights(tmp_path, tmp_path / "out")
     write_weights({"a": torch.ones(1)}, tmp_path / "one")
-    with pytest.raises(FileExistsError, match=r"notes\.txt"):
-        export_weights(tmp_path / "one", tmp_path / "notes.txt")
+    for target in ("out.safetensors", "notes.txt"):
+        with pytest.raises(NotADirectoryError, match="should be a directory"):
+            export_weights(tmp_path / "one", tmp_path / target)
     with pytest.raises(ValueError, match="max_shard_size='much'"):
         export_weights(tmp_path, tmp_path / "out", "much")
     write_weights({"odd": torch.zeros(2, dtype=torch.complex128)}, tmp_path / "odd", safe_serialization=False)

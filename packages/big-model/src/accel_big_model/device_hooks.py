@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,8 +16,11 @@ from accel_big_model.module_tensors import (
     as_device,
     joined,
     named_module_tensors,
+    non_persistent_buffers,
+    owner_of,
     set_module_tensor_to_device,
 )
+from accel_big_model.offloaded_parameter import Away, module_path
 from accel_big_model.weights import PrefixedDataset
 from accel_core.api.component import map_tensors
 
@@ -68,6 +72,7 @@ class AlignDevicesHook(ModelHook):
         self.original_devices: dict[str, torch.device] = {}
         self._module: weakref.ref[nn.Module] | None = None
         self._names: list[str] = []
+        self._away: dict[str, torch.Tensor] = {}
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Moves the weights to where they compute, or takes them away."""
@@ -79,16 +84,16 @@ class AlignDevicesHook(ModelHook):
                         module, name, self.execution_device, tied_params_map=self.tied_params_map
                     )
             return module
-        tensors = dict(
-            named_module_tensors(module, self.offload_buffers, self.place_submodules, remove_non_persistent=True)
-        )
+        tensors = dict(_each_name(module, self.offload_buffers, self.place_submodules))
         self.original_devices = {name: tensor.device for name, tensor in tensors.items()}
         if self.weights_map is None:
             self.weights_map = {name: tensor.detach().to("cpu") for name, tensor in tensors.items()}
         self._names = list(tensors)
-        for name, tensor in named_module_tensors(module, recurse=self.place_submodules):
+        path = module_path(self.weights_map)
+        self._away = {name: Away.of(tensor, f"{path}{name}") for name, tensor in tensors.items()}
+        for name, tensor in [*_each_name(module, True, self.place_submodules, persistent=False)]:
             if name in tensors:
-                set_module_tensor_to_device(module, name, "meta")
+                self._take_away(module, name)
             elif self.execution_device is not None and tensor.device.type != "meta":
                 set_module_tensor_to_device(module, name, self.execution_device)
         return module
@@ -108,11 +113,23 @@ class AlignDevicesHook(ModelHook):
             return args, kwargs
         return self._moved(args, self.execution_device), self._moved(kwargs, self.execution_device)
 
-    def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Takes the weights away, and brings outputs back."""
-        if self.offload:
+    def begin(self, module: nn.Module) -> None:
+        """Raises if another thread is in the forward: it would take the weights away in the middle."""
+        if self.offload and vars(self).setdefault("_caller", threading.get_ident()) != threading.get_ident():
+            raise RuntimeError(
+                f"The forward of {type(module).__name__}, whose weights are offloaded, was called by two threads at once: they share its "
+                f"weights. Give each thread a copy of the model (copy.deepcopy), or let one wait for the other."
+            )
+
+    def end(self, module: nn.Module) -> None:
+        """Takes the weights away, also after an error."""
+        if self.offload and vars(self).get("_caller") == threading.get_ident():
             for name in self._names:
-                set_module_tensor_to_device(module, name, "meta")
+                self._take_away(module, name)
+            del vars(self)["_caller"]
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:  # noqa: ARG002  (its place in every hook)
+        """Brings outputs back."""
         if self.io_same_device and self.input_device is not None:
             output = self._moved(output, self.input_device)
         return output
@@ -133,6 +150,11 @@ class AlignDevicesHook(ModelHook):
                 module, name, self.execution_device or "cpu", value=value, tied_params_map=self.tied_params_map
             )
 
+    def _take_away(self, module: nn.Module, name: str) -> None:
+        owner, own = owner_of(module, name)
+        table: dict[str, Any] = owner._parameters if own in owner._parameters else owner._buffers
+        table[own] = self._away[name]
+
     def _moved(self, given: Any, device: torch.device) -> Any:
         if isinstance(given, Mapping) and self.skip_keys:
             kept = {key: value for key, value in given.items() if key in self.skip_keys}
@@ -141,6 +163,17 @@ class AlignDevicesHook(ModelHook):
             ordered = {key: moved[key] for key in given}
             return ordered if type(given) is dict else type(given)(ordered)  # type: ignore[call-arg]
         return map_tensors(lambda tensor: tensor.to(device), given)
+
+
+def _each_name(
+    module: nn.Module, buffers: bool, recurse: bool, persistent: bool = True
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """As `named_module_tensors`, but every name of what is tied: each of them is read by a forward."""
+    yield from module.named_parameters(recurse=recurse, remove_duplicate=False)
+    left_out = set(non_persistent_buffers(module, recurse)) if persistent else set()
+    if buffers:
+        found = module.named_buffers(recurse=recurse, remove_duplicate=False)
+        yield from ((name, buffer) for name, buffer in found if name not in left_out)
 
 
 def _device_of(given: Any) -> torch.device | None:
@@ -273,10 +306,10 @@ def attach_align_device_hook_on_blocks(
                 tied_params_map=tied_params_map,
             )
             add_hook_to_module(module, hook)
-        elif not hasattr(module, "_hf_hook") or not module_name:
-            add_hook_to_module(
-                module, AlignDevicesHook(device, io_same_device=not module_name, skip_keys=skip_keys), append=True
-            )
+        elif not hasattr(module, "_hf_hook"):
+            add_hook_to_module(module, AlignDevicesHook(device, io_same_device=not module_name, skip_keys=skip_keys))
+        elif not module_name:  # one more hook would look for the values of what the first has taken away
+            getattr(module._hf_hook, "hooks", [module._hf_hook])[-1].io_same_device = True
         if device is not None:
             attach_execution_device_hook(module, device, skip_keys, preload_module_classes, tied_params_map)
     elif not module_name:
@@ -321,7 +354,7 @@ class CpuOffload(ModelHook):
         if self.prev_module_hook is not None and self.prev_module_hook.hook is not self:
             before = self.prev_module_hook.model
             parameter = next(before.parameters(), None)
-            if parameter is not None and parameter.device == self.execution_device:
+            if parameter is not None and parameter.device.type != "cpu":
                 self.prev_module_hook.offload()
         module.to(self.execution_device)
         device = self.execution_device
@@ -377,14 +410,19 @@ def align_module_device(module: nn.Module, execution_device: DeviceLike | None =
     `execution_device` and back. None: where the hook computes, or where they are.
     """
     if has_offloaded_params(module):
-        hook: Any = module._hf_hook
+        hook: Any = next(
+            each
+            for each in getattr(module._hf_hook, "hooks", [module._hf_hook])
+            if isinstance(each, AlignDevicesHook) and each.offload
+        )
         before = hook.execution_device
         hook.execution_device = before if execution_device is None else as_device(execution_device)
         try:
+            hook.begin(module)
             hook.pre_forward(module)
             yield
         finally:
-            hook.post_forward(module, None)
+            hook.end(module)
             hook.execution_device = before
     elif execution_device is not None:
         places = {name: parameter.device for name, parameter in module.named_parameters(recurse=False)}

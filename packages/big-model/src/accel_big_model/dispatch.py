@@ -104,7 +104,7 @@ class _Store:
                     f"{empty[0]} is to be written to {self._folder}, and has no value. Load the weights first."
                 )
             offload_state_dict(self._folder, on_disk)
-        folder = self._folder if on_disk else None
+        folder = self._folder if by_place["disk"] else None
         in_memory = {name: value.detach().to("cpu") for name, value in by_place["cpu"].items()}
         return _joined(in_memory, folder, self._index)
 

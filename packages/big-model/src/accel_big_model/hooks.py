@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -36,6 +37,12 @@ class ModelHook:
         """Called after the forward. Returns what the caller gets."""
         return output
 
+    def begin(self, module: nn.Module) -> None:
+        """Called before `pre_forward`. Raises if the forward cannot run now."""
+
+    def end(self, module: nn.Module) -> None:
+        """Called after `post_forward`, or an error: leaves nothing behind."""
+
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Called when the hook is removed. Returns the module."""
         return module
@@ -59,6 +66,16 @@ class SequentialHook(ModelHook):
         for hook in self.hooks:
             args, kwargs = hook.pre_forward(module, *args, **kwargs)
         return args, kwargs
+
+    def begin(self, module: nn.Module) -> None:
+        """See `ModelHook.begin`."""
+        for hook in self.hooks:
+            hook.begin(module)
+
+    def end(self, module: nn.Module) -> None:
+        """See `ModelHook.end`."""
+        for hook in self.hooks:
+            hook.end(module)
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """See `ModelHook.post_forward`."""
@@ -94,13 +111,14 @@ def _hooked(old: Callable[..., Any]) -> Callable[..., Any]:
 
     def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
         hook = module._hf_hook
-        args, kwargs = hook.pre_forward(module, *args, **kwargs)
-        if hook.no_grad:
-            with torch.no_grad():
+        hook.begin(module)
+        try:
+            args, kwargs = hook.pre_forward(module, *args, **kwargs)
+            with torch.no_grad() if hook.no_grad else nullcontext():
                 output = module._old_forward(*args, **kwargs)
-        else:
-            output = module._old_forward(*args, **kwargs)
-        return hook.post_forward(module, output)
+            return hook.post_forward(module, output)
+        finally:
+            hook.end(module)
 
     return functools.wraps(old)(forward)
 

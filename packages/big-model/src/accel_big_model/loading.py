@@ -98,12 +98,18 @@ class _Cast(Mapping[str, torch.Tensor]):
     def __init__(
         self, stored: StoredWeights, wanted: Mapping[str, torch.Tensor], tied: Sequence[Sequence[str]]
     ) -> None:
-        self.stored, self.wanted = stored, wanted
+        self.stored, self.wanted, self.tied = stored, wanted, tied
         aliases = {name: next((each for each in names if each in stored), name) for names in tied for name in names}
         self._keys = {name: name if name in stored else aliases.get(name, name) for name in wanted}
 
     def check(self, model: str) -> None:
         """Raises `CheckpointError` unless names and shapes are those of the model."""
+        for names in self.tied:
+            first, *others = [name for name in names if name in self.stored] or [""]
+            if unlike := [name for name in others if not torch.equal(self.stored[first], self.stored[name])]:
+                raise CheckpointError(
+                    f"{unlike[0]} is tied to {first} in this {model}, and has another value in {self.stored.checkpoint}."
+                )
         missing = [name for name, key in self._keys.items() if key not in self.stored]
         unexpected = sorted(set(self.stored) - set(self._keys.values()) - set(self.wanted))
         shapes = [

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
+
+STANDS_FOR = "_accel_stands_for"
+"""On a parameter that stands for one that is not here: the class of that, and its name."""
 
 
 def named_module_tensors(
@@ -157,10 +160,11 @@ def _like(
     """A parameter of the class and attributes of `old` with another value."""
     value = value.detach().to(device or value.device, dtype or value.dtype)
     trains = old.requires_grad and (value.is_floating_point() or value.is_complex())
-    if type(old) is nn.Parameter:
+    attributes = dict(vars(old))
+    kind = attributes.pop(STANDS_FOR, (type(old), ""))[0]
+    if kind is nn.Parameter:
         new = nn.Parameter(value, requires_grad=trains)
-        vars(new).update(vars(old))
-        return new
-    as_class = torch.Tensor._make_subclass(type(old), value, trains)
-    vars(as_class).update(vars(old))
-    return as_class  # type: ignore[return-value]
+    else:
+        new = cast("nn.Parameter", torch.Tensor._make_subclass(kind, value, trains))
+    vars(new).update(attributes)
+    return new

@@ -44,7 +44,7 @@ class Prefetcher:
         if following is not None and (guess := following()) is not None:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="accel-prefetch")
-            self._ahead = following, self._thread.submit(_fetch, guess)
+            self._ahead = following, self._thread.submit(_fetch, guess, _computing_stream(guess.execution_device))
         return weights
 
     def __deepcopy__(self, memo: object) -> Prefetcher:
@@ -52,13 +52,16 @@ class Prefetcher:
         return Prefetcher()
 
 
-def _fetch(source: Source) -> dict[str, torch.Tensor]:
+def _computing_stream(device: torch.device) -> torch.Stream | None:
+    """The stream of the thread that calls the model: each thread has a current one of its own."""
+    return None if device.type in ("cpu", "meta") else torch.accelerator.current_stream(device)
+
+
+def _fetch(source: Source, computing: torch.Stream | None) -> dict[str, torch.Tensor]:
     """Fetches in the thread, on a stream of its own: copies run beside the computation."""
-    device = source.execution_device
-    if device.type in ("cpu", "meta"):
+    if computing is None:
         return source.fetch()
-    computing = torch.accelerator.current_stream(device)
-    with torch.Stream(device) as stream:
+    with torch.Stream(source.execution_device) as stream:
         weights = source.fetch()
     stream.synchronize()  # only this thread waits
     for weight in weights.values():

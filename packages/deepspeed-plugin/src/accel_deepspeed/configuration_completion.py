@@ -101,7 +101,9 @@ def _settle_sizes(zero: dict[str, Any], source: str, stage: int, width: int | No
 
 def _check_hierarchy(zero: Mapping[str, Any], source: str, world: int) -> None:
     size = zero.get("zero_hpz_partition_size", 1)
-    if size != "auto" and world % size:  # DeepSpeed would make groups that leave ranks out
+    if size != "auto" and (
+        type(size) is not int or size < 0 or world % max(size, 1)
+    ):  # DeepSpeed would make groups that leave ranks out
         raise ValueError(
             f"{source} has 'zero_optimization.zero_hpz_partition_size' with {size}, which does not divide {world} processes. Write the "
             f"number of processes of a machine."

@@ -209,7 +209,10 @@ class ModelEngine:
     def expect_changes(self) -> None:
         """Has the next call of the model publish the masters, which somebody may change."""
         if self._publishing is None:
-            self._publishing = self.model.register_forward_pre_hook(lambda *_: self.publish(), prepend=True)
+            self._publishing = self.model.register_forward_pre_hook(
+                lambda module, *_: self.publish() if module is self.model else None,  # a deep copy has this hook too
+                prepend=True,
+            )
 
     def publish(self) -> None:
         """Gives the model the values of the masters. A collective."""

@@ -94,6 +94,9 @@ def _sketch(source: Path, name: str, stored: Stored) -> torch.Tensor:
 
 
 def _check_target(directory: Path, overwrite: bool) -> None:
+    if directory.suffix in {".safetensors", ".bin"} or (directory.exists() and not directory.is_dir()):
+        text = "should be a directory for model.safetensors and its parts, but this is a file. Pass a directory"
+        raise NotADirectoryError(errno.ENOTDIR, text, str(directory))
     there = saving._SAFETENSORS.entry(directory)
     if there is not None and not overwrite:
         text = f"holds weights already: {there}. Pass another directory, or overwrite=True (--force)"

@@ -98,7 +98,7 @@ def _confirmed(channel: Channel, call: str, receive: Callable[[], T]) -> T:
     return received
 
 
-_NOTHING = torch.empty(0, dtype=torch.uint8)
+_NOTHING = torch.empty(0, dtype=torch.uint8, device="cpu")
 # Packages that are the same on every rank: what consists of their classes alone unpickles on all ranks, or on none.
 _EVERYWHERE = ("accel_core", "builtins", "collections", "copyreg", "torch")
 # Of other dtypes, such as float8, torch writes pickles that it cannot read.

@@ -23,7 +23,7 @@ def synchronize_random_states(rng_types: Sequence[str], generators: Sequence[tor
     states: dict[str, list[torch.Tensor]] = {}
     setters: list[Callable[[torch.Tensor], object]] = []
     found: list[tuple[torch.Tensor, Callable[[torch.Tensor], object]]]
-    for kind in rng_types:
+    for kind in dict.fromkeys(rng_types):
         if kind == "generator":
             found = [(generator.get_state(), generator.set_state) for generator in generators]
         elif kind == "torch":

@@ -170,10 +170,10 @@ def _all_reduce(
     """Compares headers, then calls all_reduce once per dtype."""
     letter = letter_for(channel, call, tree, leaves, shape, header_only)
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-    for leaf in leaves:
-        by_dtype.setdefault(_wire_dtype(leaf, reduction), []).append(leaf.detach().reshape(-1))
     place = channel.device
     try:
+        for leaf in leaves:
+            by_dtype.setdefault(_wire_dtype(leaf, reduction), []).append(leaf.detach().reshape(-1))
         flats = {dtype: torch.cat([leaf.to(place, dtype) for leaf in same]) for dtype, same in by_dtype.items()}
     except RuntimeError as error:  # out of memory, say: the other ranks are waiting
         channel.refuse(error)

@@ -70,8 +70,9 @@ def fetching(dataset: Any) -> Callable[[list[int]], Any]:
 
 def _is_indexed_plainly(tensor: torch.Tensor) -> bool:
     """Whether `tensor[[i, j]]` equals the stack of its rows, with strides and autograd history."""
-    special = tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.requires_grad
-    return _is_plain_tensor(tensor) and not special and tensor.is_contiguous()
+    if not _is_plain_tensor(tensor) or tensor.is_quantized or tensor.requires_grad:
+        return False
+    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def _rows_at(tensors: tuple[torch.Tensor, ...], indices: Any, fetch: Callable[[Any], Any]) -> Any:

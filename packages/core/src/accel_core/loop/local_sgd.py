@@ -112,7 +112,7 @@ class LocalSGD:
         with torch.no_grad():
             means = reduce_gather.reduce_tree([each.detach() for each in parameters], world, "mean", group=group)
             buffers = list(self._model.buffers())
-            firsts = broadcast(buffers, world, group=group)
+            firsts = broadcast(buffers, world, group=group) if buffers else []
             for own, agreed in zip([*parameters, *buffers], [*means, *firsts], strict=True):
                 own.copy_(agreed)
         # A loss scale shrinks on the rank whose gradients overflow; steps that ranks take together need one.

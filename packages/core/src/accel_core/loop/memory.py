@@ -129,9 +129,10 @@ def _attempt(function: Callable[..., Any], name: str, size: int, args: Any, kwar
 def _vote(function: str, size: int, outcome: str) -> tuple[dist.Store, list[str]] | None:
     """Votes on this rank's attempt. Returns where all votes stand; None if it is alone."""
     group = dist.group.WORLD if dist.is_initialized() else None
-    if group is None or group.size() == 1:
+    base = None if group is None else distributed_c10d._get_default_store()
+    if group is None or group.size() == 1 or base is None:  # alone, or a backend that has met by means of its own
         return None
-    store = dist.PrefixStore("accel/attempts", distributed_c10d._get_default_store())
+    store = dist.PrefixStore("accel/attempts", base)
     number = store.add(f"votes/{group.rank()}", 1)
     keys = [f"vote/{number}/{rank}" for rank in range(group.size())]
     groups = [group, *groups_beside(group)]

@@ -108,7 +108,7 @@ class Prepared:
 
     def find_model(self, model: nn.Module) -> PreparedModel | None:
         """The record in which `model` stands, as the user's or as the prepared one."""
-        return next((record for record in self.models if model in (record.original, record.prepared)), None)
+        return next((record for record in self.models if record.original is model or record.prepared is model), None)
 
     def find_part(self, model: nn.Module) -> tuple[PreparedModel, str] | None:
         """The record of the trained model with `model` as all or part; its parameters' prefix."""

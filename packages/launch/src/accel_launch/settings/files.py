@@ -6,6 +6,7 @@ that is started by `python` or `torchrun` never picks up one from somebody's hom
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections import Counter
@@ -122,7 +123,8 @@ def write(path: Path, data: Mapping[str, Any], comments: Mapping[str, str], *, a
             f"The configuration file {path} cannot be written: {error}. Give another with --config-file."
         ) from error
     finally:
-        new.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            new.unlink()
 
 
 def _text(path: Path) -> str:

@@ -70,6 +70,7 @@ class Report(NamedTuple):
     calls: tuple[Call, ...] = ()  # the collectives that its threads are in
     left: str = ""  # how it has left: `ENDED` or `FAILED`; empty while it takes part
     free: bool = False  # whether a thread of its that takes part in collectives is in none now
+    running: tuple[int, ...] = ()  # other ranks whose processes run on its machine, for those who cannot look there
 
     @property
     def rests(self) -> bool:

@@ -183,7 +183,8 @@ class Watch:
             self._end(self._board.verdict())
             return
         if waits or asked != self._asked:
-            self._board.post(report)
+            running = [rank for rank in self._others if (each := self._process(rank)) and each.state() == "running"]
+            self._board.post(report._replace(running=tuple(running)))
         wait = (question, min((call.since for call in report.waiting), default=None)) if waits else None
         if wait != self._wait:
             self._forget()
@@ -213,12 +214,26 @@ class Watch:
             if report is not None and (fresh or left):
                 reports[rank] = report
             if not left and (not fresh or silence > 2 * PERIOD):
-                process = self._processes.get(rank) or self._board.process(rank)
-                if process is not None:
-                    self._processes[rank] = process
+                process = self._process(rank)
                 # One that has not introduced itself makes its Accelerator later, or none: nothing is known of it.
                 absent[rank] = Absent(silence, process.state() if process else "running", str(process or "its process"))
-        return reports, absent
+        # A rank that holds the GIL for long does not answer; another one on its machine sees that it runs.
+        seen = {
+            each
+            for rank, report in reports.items()
+            if rank not in absent and not report.left
+            for each in report.running
+        }
+        return reports, {
+            rank: each._replace(state="running") if each.state == "unknown" and rank in seen else each
+            for rank, each in absent.items()
+        }
+
+    def _process(self, rank: int) -> Process | None:
+        found = self._processes.get(rank) or self._board.process(rank)
+        if found is not None:
+            self._processes[rank] = found
+        return found
 
     def _judge(self, reports: dict[int, Report], absent: dict[int, Absent]) -> None:
         waiting, found = diagnosis.judged(reports, absent)

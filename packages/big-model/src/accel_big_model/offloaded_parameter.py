@@ -1,0 +1,68 @@
+"""What stands in a module for a weight that is kept elsewhere, between two calls of the module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel_big_model.module_tensors import STANDS_FOR
+from accel_big_model.weights import PrefixedDataset
+
+_METADATA = {
+    *("__get__", "__set__", "__repr__", "__format__", "__len__", "__hash__", "__deepcopy__", "__reduce_ex__", "dim"),
+    *("ndimension", "numel", "nelement", "size", "stride", "storage_offset", "element_size", "is_floating_point"),
+    *(
+        "is_complex",
+        "is_contiguous",
+        "is_signed",
+        "data_ptr",
+        "get_device",
+        "detach",
+        "requires_grad_",
+        "untyped_storage",
+    ),
+}
+
+
+class Away(nn.Parameter):
+    """A weight on the meta device that raises when it is computed with.
+
+    torch's CPU kernels do not all refuse tensors without memory: a matrix product with one gives
+    what happens to lie in memory.
+    """
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, name: str) -> torch.Tensor:
+        """Stands for `tensor`, with its shape, dtype and attributes. A buffer is plain, on meta."""
+        if not isinstance(tensor, nn.Parameter):
+            return tensor.detach().to("meta")
+        away = torch.Tensor._make_subclass(cls, tensor.detach().to("meta"), tensor.requires_grad)
+        vars(away).update({STANDS_FOR: (type(tensor), name), **vars(tensor)})
+        return away
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Answers questions about shape and dtype; raises `RuntimeError` for all else."""
+        if func.__name__ in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        away = next(each for each in _flat(args, kwargs) if isinstance(each, cls))
+        raise RuntimeError(
+            f"{func.__name__}() was given the weight {vars(away)[STANDS_FOR][1]!r}, which is offloaded, and is here only while its own module "
+            f"is called. Name the class that uses it in preload_module_classes=, or read it inside align_module_device()."
+        )
+
+
+def _flat(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> list[Any]:
+    found = [*args, *(kwargs or {}).values()]
+    return [*found, *(inner for each in found if isinstance(each, (list, tuple)) for inner in each)]
+
+
+def module_path(weights: Mapping[str, torch.Tensor] | None) -> str:
+    """The names of a module's weights in their store begin with this."""
+    return weights.prefix if isinstance(weights, PrefixedDataset) else ""
