@@ -71,3 +71,13 @@ def test_an_error_inside_ends_the_block():
     with pytest.raises(KeyError), init_empty_weights():
         raise KeyError
     assert nn.Linear(2, 2).weight.device.type == "cpu"
+
+
+def test_a_parameter_that_two_modules_take_is_tied():
+    with init_empty_weights():
+        shared = nn.Parameter(torch.ones(2, 2))
+        first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+        first.weight = shared
+        second.weight = shared
+    assert first.weight is second.weight
+    assert first.weight.device.type == "meta"

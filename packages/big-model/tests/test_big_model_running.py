@@ -424,3 +424,14 @@ class TestWeightsThatAreNotHere:
             CheckpointError, match=r"head.weight is tied to embedding.weight in this Net, and has another value"
         ):
             load_checkpoint_and_dispatch(net(), tmp_path, device_map={"": "disk"})
+
+    def test_a_backward_into_one_raises_with_what_to_do(self):
+        model = cpu_offload(nn.Linear(3, 3))
+        with pytest.raises(
+            RuntimeError, match=r"backward\(\) reached a weight.*Freeze it by requires_grad_\(False\).*'fsdp'"
+        ):
+            model(torch.ones(1, 3)).sum().backward()
+        frozen = cpu_offload(nn.Linear(3, 3).requires_grad_(False))
+        x = torch.ones(1, 3, requires_grad=True)
+        frozen(x).sum().backward()
+        assert x.grad is not None

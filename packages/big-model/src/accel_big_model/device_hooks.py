@@ -150,6 +150,13 @@ class AlignDevicesHook(ModelHook):
                 module, name, self.execution_device or "cpu", value=value, tied_params_map=self.tied_params_map
             )
 
+        if torch.is_grad_enabled():
+            for name in self._names:
+                owner, own = owner_of(module, name)
+                parameter = owner._parameters.get(own)
+                if parameter is not None and parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(_refuse_gradient)
+
     def _take_away(self, module: nn.Module, name: str) -> None:
         owner, own = owner_of(module, name)
         table: dict[str, Any] = owner._parameters if own in owner._parameters else owner._buffers
@@ -174,6 +181,14 @@ def _each_name(
     if buffers:
         found = module.named_buffers(recurse=recurse, remove_duplicate=False)
         yield from ((name, buffer) for name, buffer in found if name not in left_out)
+
+
+def _refuse_gradient(parameter: torch.Tensor) -> None:
+    """Raises: the weight goes when its module has been called, and its gradient would go with it."""
+    raise RuntimeError(
+        f"backward() reached a weight of shape {tuple(parameter.shape)} that is offloaded, whose gradient nobody would keep. Freeze it by "
+        f"requires_grad_(False) before the model is dispatched, or choose a strategy that shards: strategy='fsdp', 'deepspeed'."
+    )
 
 
 def _device_of(given: Any) -> torch.device | None:

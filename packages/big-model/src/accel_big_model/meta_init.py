@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
@@ -34,12 +35,17 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool = Fal
     `include_buffers=True`: all tensors that are made inside without a device lie there.
     """
     device, thread = torch.device(device), threading.get_ident()
+    successors: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}  # by the id of what was registered
 
     def place(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        # A parameter that was moved and is registered again, under another name, stays the same object: it is tied.
+        # What was moved before, and is registered again under another name, stays the same object: it is tied.
         if parameter is None or parameter.device == device or threading.get_ident() != thread:
             return None
-        return moved(parameter, device)
+        old, new = successors.get(id(parameter), (None, None))
+        if old is None or new is None or old() is not parameter:
+            new = moved(parameter, device)
+            successors[id(parameter)] = weakref.ref(parameter), new
+        return new
 
     hook = register_module_parameter_registration_hook(place)  # type: ignore[arg-type]  # what it returns is registered
     try:
