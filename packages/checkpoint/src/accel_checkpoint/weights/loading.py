@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from accel_core.api.layouts import State
 
 _SLAB = 16 << 20  # bytes of a tied weight that are compared at a time, if the files have it twice
-_UNSERVED = "No package offers it yet: leave it out."
+_UNSERVED = "For models in several places: accel_big_model.load_checkpoint_and_dispatch (pip install accel-big-model)."
 
 
 def load_checkpoint_in_model(
