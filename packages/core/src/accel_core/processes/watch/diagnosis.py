@@ -88,7 +88,7 @@ class Report(NamedTuple):
         report = cls(*json.loads(text))
         calls = [Call(*call) for call in report.calls]
         listed = [call._replace(members=call.members and tuple(call.members)) for call in calls]
-        return report._replace(calls=tuple(listed))
+        return report._replace(calls=tuple(listed), running=tuple(report.running))
 
     def __str__(self) -> str:
         if self.left:
