@@ -11,6 +11,7 @@ from accel_big_model import (
     clean_device_map,
     compute_module_sizes,
     convert_file_size_to_int,
+    dtype_byte_size,
     get_balanced_memory,
     get_max_memory,
     infer_auto_device_map,
@@ -132,3 +133,23 @@ def test_main_memory_is_what_the_system_has(monkeypatch):
     found = get_max_memory()
     assert 1 << 28 < found["cpu"] < 1 << 50
     assert list(get_max_memory({"cpu": "1GiB", "disk": "2GiB"})) == ["cpu", "disk"]
+
+
+def test_names_of_dtypes_end_in_their_bits():
+    assert [dtype_byte_size(each) for each in ("int4", "fp8", torch.bfloat16, torch.bool)] == [0.5, 1, 2, 0.125]
+    with pytest.raises(ValueError, match="'half' is no dtype: write one of torch's, or a name that ends in its bits"):
+        dtype_byte_size("half")
+
+
+def test_limits_of_accelerators_that_are_not_here_are_refused(monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    with pytest.raises(ValueError, match=r"limits for accelerators \[1\], and there are 1: leave them out"):
+        get_max_memory({0: "1GiB", 1: "1GiB"})
+
+
+@pytest.mark.parametrize("verbose", [True, False])
+def test_decisions_are_told_where_asked_for(verbose, caplog):
+    with caplog.at_level("INFO"):
+        infer_auto_device_map(Small(), {0: 200, "cpu": 300}, verbose=verbose)
+    assert ("linear1" in caplog.text) is verbose

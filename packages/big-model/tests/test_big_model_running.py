@@ -200,6 +200,15 @@ def test_layers_are_kept_in_a_small_dtype():
     assert model.blocks[0][0].weight.dtype == torch.bfloat16
 
 
+def test_a_copy_of_an_offloaded_model_runs_by_itself(files):
+    with init_empty_weights():
+        model = Net().eval()
+    for offloaded in (cpu_offload(net()), load_checkpoint_and_dispatch(model, files, device_map=MAPS[1])):
+        other = copy.deepcopy(offloaded)
+        assert torch.equal(other(IDS), net()(IDS))
+        assert torch.equal(offloaded(IDS), net()(IDS))
+
+
 class Noted(ModelHook):
     def __init__(self, name, notes):
         self.name, self.notes = name, notes
@@ -330,6 +339,18 @@ class TestWhatIsWrong:
         with pytest.raises(CheckpointError, match="safetensors"):
             model(IDS)
 
+    def test_a_store_of_nothing_and_a_file_in_no_folder(self):
+        with pytest.raises(ValueError, match=r"given no weights: pass state_dict=, save_folder= or index="):
+            OffloadedWeightsLoader()
+        with pytest.raises(ValueError, match=r"'a' is a file in a folder that is not known: pass save_folder="):
+            OffloadedWeightsLoader(index={"a": {"dtype": "float32", "shape": [1]}})["a"]
+
+    def test_weights_without_a_value_are_not_written(self, tmp_path):
+        with init_empty_weights():
+            model = Net()
+        with pytest.raises(ValueError, match=r"is to be written to .*, and has no value. Load the weights first"):
+            dispatch_model(model, {"": "disk"}, offload_dir=tmp_path)
+
     def test_a_tensor_without_a_value_or_of_another_shape(self):
         with init_empty_weights():
             model = Net()
@@ -339,6 +360,8 @@ class TestWhatIsWrong:
             set_module_tensor_to_device(model, "head.weight", "cpu", value=torch.ones(3))
         with pytest.raises(ValueError, match=r"Linear has no parameter or buffer 'wait'"):
             set_module_tensor_to_device(model, "head.wait", "cpu")
+        with pytest.raises(ValueError, match=r"Net has no 'tail.weight'"):
+            set_module_tensor_to_device(model, "tail.weight", "cpu")
 
 
 class Borrowing(nn.Module):

@@ -7,21 +7,20 @@ Read in this order:
     device_map      what goes where
     loading         weights from files to their places
     dispatch        a model that is spread over places
-    hooks, device_hooks, prefetch, weights    how its weights come to where they compute
+    hooks           what happens around a module's forward
+    align_hook, attachment, prefetch    how weights come to where they compute; which modules have that
+    weights, offloaded_parameter        where they are meanwhile, and what stands for them
+    model_hooks     hooks that move or cast all weights of a module
+    module_tensors  the tensors of a model by name
 """
 
 from __future__ import annotations
 
-from accel_big_model.device_hooks import (
-    AlignDevicesHook,
-    CpuOffload,
-    LayerwiseCastingHook,
-    UserCpuOffloadHook,
-    align_module_device,
+from accel_big_model.align_hook import AlignDevicesHook, align_module_device, has_offloaded_params
+from accel_big_model.attachment import (
     attach_align_device_hook,
     attach_align_device_hook_on_blocks,
     attach_execution_device_hook,
-    has_offloaded_params,
 )
 from accel_big_model.device_map import check_device_map, clean_device_map, infer_auto_device_map
 from accel_big_model.dispatch import (
@@ -41,6 +40,7 @@ from accel_big_model.hooks import (
 from accel_big_model.loading import load_checkpoint_and_dispatch
 from accel_big_model.memory import get_balanced_memory, get_max_memory
 from accel_big_model.meta_init import init_empty_weights, init_on_device
+from accel_big_model.model_hooks import CpuOffload, LayerwiseCastingHook, UserCpuOffloadHook
 from accel_big_model.module_tensors import (
     find_tied_parameters,
     named_module_tensors,

@@ -57,8 +57,7 @@ def infer_auto_device_map(
         fallback_allocation: where nothing fits on the first accelerator in order, takes the first
             module that does.
 
-    Warns if the weights of all places together are too large for the memory that was given, or some
-    part is too large for any place but the disk.
+    The disk takes what fits nowhere else.
     """
     limits = get_max_memory(max_memory)
     places: list[Place] = [*limits, *(["disk"] if "disk" not in limits else [])]

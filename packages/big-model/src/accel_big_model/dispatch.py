@@ -10,17 +10,11 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import torch
 from torch import nn
 
-from accel_big_model.device_hooks import (
-    AlignDevicesHook,
-    CpuOffload,
-    DeviceLike,
-    LayerwiseCastingHook,
-    UserCpuOffloadHook,
-    attach_align_device_hook,
-    attach_align_device_hook_on_blocks,
-)
+from accel_big_model.align_hook import AlignDevicesHook, DeviceLike
+from accel_big_model.attachment import attach_align_device_hook, attach_align_device_hook_on_blocks
 from accel_big_model.device_map import check_device_map, place_of
 from accel_big_model.hooks import add_hook_to_module
+from accel_big_model.model_hooks import CpuOffload, LayerwiseCastingHook, UserCpuOffloadHook
 from accel_big_model.module_tensors import as_device, find_tied_parameters, retie_parameters
 from accel_big_model.prefetch import Prefetcher
 from accel_big_model.weights import INDEX, OffloadedWeightsLoader, offload_state_dict
@@ -67,7 +61,7 @@ def dispatch_model(
     check_device_map(model, device_map)
     places = {name: place if isinstance(place, (int, str)) else str(place) for name, place in device_map.items()}
     store = _Store(model, places, state_dict, offload_dir, offload_index)
-    return _dispatch(model, places, main_device, store, offload_buffers, skip_keys, preload_module_classes, force_hooks)
+    return spread(model, places, main_device, store, offload_buffers, skip_keys, preload_module_classes, force_hooks)
 
 
 class _Store:
@@ -120,7 +114,7 @@ def _joined(
     return OffloadedWeightsLoader(in_memory, folder, index)
 
 
-def _dispatch(
+def spread(
     model: M,
     places: Mapping[str, Place],
     main_device: DeviceLike | None,
@@ -130,6 +124,7 @@ def _dispatch(
     preload_module_classes: Sequence[str] | None,
     force_hooks: bool,
 ) -> M:
+    """Attaches the hooks by which a model runs in its places; `store` has what is offloaded."""
     distinct = set(places.values())
     if len(distinct) == 1 and distinct != {"disk"} and not force_hooks:
         model.to(as_device(distinct.pop()))

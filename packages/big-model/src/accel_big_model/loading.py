@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from accel_big_model.device_map import check_device_map, infer_auto_device_map, place_of
-from accel_big_model.dispatch import _dispatch
+from accel_big_model.dispatch import spread
 from accel_big_model.memory import Place, get_balanced_memory
 from accel_big_model.module_tensors import (
     as_device,
@@ -50,8 +50,8 @@ def load_checkpoint_and_dispatch(
         strict: whether names and shapes have to be those of the model. False fills what fits.
 
     The other arguments are those of `infer_auto_device_map` and `dispatch_model`. Raises
-    `ValueError` for a map that does not fit, `CheckpointError` for files that do not; the model is
-    then as it was.
+    `ValueError` for a map and `CheckpointError` for files that do not fit, before anything is
+    changed; a file that cannot be read on the way leaves the model filled in part.
     """
     if isinstance(device_map, str):
         if device_map not in _NAMED:
@@ -80,7 +80,7 @@ def load_checkpoint_and_dispatch(
         value = None if place == "disk" else weights[name]
         set_module_tensor_to_device(model, name, as_device(place), value=value, dtype=weights.wanted[name].dtype)
     retie_parameters(model, tied)
-    return _dispatch(model, places, None, weights, offload_buffers, skip_keys, preload_module_classes, force_hooks)
+    return spread(model, places, None, weights, offload_buffers, skip_keys, preload_module_classes, force_hooks)
 
 
 def _wanted(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from accel_big_model.module_tensors import successor
+
 
 @contextmanager
 def init_empty_weights(include_buffers: bool = False) -> Iterator[None]:
@@ -43,7 +45,7 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool = Fal
             return None
         old, new = successors.get(id(parameter), (None, None))
         if old is None or new is None or old() is not parameter:
-            new = moved(parameter, device)
+            new = successor(parameter, parameter, device)
             successors[id(parameter)] = weakref.ref(parameter), new
         return new
 
@@ -53,13 +55,3 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool = Fal
             yield
     finally:
         hook.remove()
-
-
-def moved(parameter: nn.Parameter, device: torch.device | str | int) -> nn.Parameter:
-    """A parameter of the same class, attributes and `requires_grad`, with its value on `device`."""
-    if type(parameter) is nn.Parameter:
-        new = nn.Parameter(parameter.detach().to(device), requires_grad=parameter.requires_grad)
-    else:
-        new = torch.Tensor._make_subclass(type(parameter), parameter.detach().to(device), parameter.requires_grad)
-    vars(new).update(vars(parameter))
-    return new

@@ -124,7 +124,7 @@ def set_module_tensor_to_device(
     if table is owner._buffers:
         owner._buffers[own] = new
     elif old is not None and new is not old:
-        owner._parameters[own] = new if isinstance(new, nn.Parameter) else _like(old, new)
+        owner._parameters[own] = new if isinstance(new, nn.Parameter) else successor(old, new)
     if fp16_statistics is not None:
         owner._parameters[own].SCB = fp16_statistics.to(device)  # type: ignore[union-attr]
 
@@ -150,15 +150,15 @@ def _dtype(asked: torch.dtype | str | None, old: torch.Tensor | None, source: to
 
 def _converted(source: torch.Tensor, device: torch.device, dtype: torch.dtype, non_blocking: bool) -> torch.Tensor:
     if isinstance(source, nn.Parameter):
-        return source if (source.device, source.dtype) == (device, dtype) else _like(source, source, device, dtype)
+        return source if (source.device, source.dtype) == (device, dtype) else successor(source, source, device, dtype)
     return source.detach().to(device, dtype, non_blocking=non_blocking)
 
 
-def _like(
-    old: nn.Parameter | torch.Tensor, value: torch.Tensor, device: torch.device | None = None, dtype: Any = None
+def successor(
+    old: torch.Tensor, value: torch.Tensor, device: torch.device | str | int | None = None, dtype: Any = None
 ) -> nn.Parameter:
-    """A parameter of the class and attributes of `old` with another value."""
-    value = value.detach().to(device or value.device, dtype or value.dtype)
+    """A parameter with another value, of the class, attributes and `requires_grad` of `old`."""
+    value = value.detach().to(value.device if device is None else device, dtype or value.dtype)
     trains = old.requires_grad and (value.is_floating_point() or value.is_complex())
     attributes = dict(vars(old))
     kind = attributes.pop(STANDS_FOR, (type(old), ""))[0]

@@ -43,6 +43,13 @@ class Away(nn.Parameter):
         vars(away).update({STANDS_FOR: (type(tensor), name), **vars(tensor)})
         return away
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        """Stands for the same weight in a copy of the module; what is tied stays tied."""
+        if id(self) not in memo:
+            memo[id(self)] = Away.of(self, "")
+        copied: torch.Tensor = memo[id(self)]
+        return copied
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None

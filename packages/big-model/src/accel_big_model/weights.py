@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from accel_big_model.module_tensors import set_module_tensor_to_device
 from accel_checkpoint import stored_in
 from accel_core import CheckpointError
 from accel_core.api.layouts import Box
@@ -195,8 +196,6 @@ def load_offloaded_weights(
     model: torch.nn.Module, index: Mapping[str, Mapping[str, Any]] | None, offload_folder: str | os.PathLike[str]
 ) -> None:
     """Puts the tensors of an offload folder into a model, on the CPU."""
-    from accel_big_model.module_tensors import set_module_tensor_to_device
-
     for name, entry in (index or {}).items():
         value = load_offloaded_weight(Path(offload_folder) / f"{name}.dat", entry)
         set_module_tensor_to_device(model, name, "cpu", value=value)

@@ -1,34 +1,31 @@
-"""Hooks that bring a module's weights and inputs to the device where it computes."""
+"""The hook that brings a module's weights and inputs to the device where it computes."""
 
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
 
-from accel_big_model.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+from accel_big_model.hooks import ModelHook
 from accel_big_model.module_tensors import (
     as_device,
-    joined,
-    named_module_tensors,
     non_persistent_buffers,
     owner_of,
     set_module_tensor_to_device,
 )
 from accel_big_model.offloaded_parameter import Away, module_path
-from accel_big_model.weights import PrefixedDataset
 from accel_core.api.component import map_tensors
 
 if TYPE_CHECKING:
     from accel_big_model.prefetch import Prefetcher
 
-M = TypeVar("M", bound=nn.Module)
-DeviceLike = torch.device | str | int
+DeviceLike: TypeAlias = torch.device | str | int
+Tied: TypeAlias = dict[int, dict[torch.device, torch.Tensor]]
+"""Address of a tied weight → device → the weight there."""
 
 
 class AlignDevicesHook(ModelHook):
@@ -56,7 +53,7 @@ class AlignDevicesHook(ModelHook):
         offload_buffers: bool = False,
         place_submodules: bool = False,
         skip_keys: str | Sequence[str] | None = None,
-        tied_params_map: dict[int, dict[torch.device, torch.Tensor]] | None = None,
+        tied_params_map: Tied | None = None,
         prefetcher: Prefetcher | None = None,
     ) -> None:
         self.execution_device: Any = None if execution_device is None else as_device(execution_device)
@@ -70,16 +67,14 @@ class AlignDevicesHook(ModelHook):
         self.prefetcher = prefetcher
         self.input_device: torch.device | None = None
         self.original_devices: dict[str, torch.device] = {}
-        self._module: weakref.ref[nn.Module] | None = None
         self._names: list[str] = []
         self._away: dict[str, torch.Tensor] = {}
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Moves the weights to where they compute, or takes them away."""
-        self._module = weakref.ref(module)
         if not self.offload:
             if self.execution_device is not None:
-                for name, _ in named_module_tensors(module, recurse=self.place_submodules):
+                for name, _ in [*_each_name(module, True, self.place_submodules, persistent=False)]:
                     set_module_tensor_to_device(
                         module, name, self.execution_device, tied_params_map=self.tied_params_map
                     )
@@ -149,7 +144,6 @@ class AlignDevicesHook(ModelHook):
             set_module_tensor_to_device(
                 module, name, self.execution_device or "cpu", value=value, tied_params_map=self.tied_params_map
             )
-
         if torch.is_grad_enabled():
             for name in self._names:
                 owner, own = owner_of(module, name)
@@ -208,213 +202,6 @@ def has_offloaded_params(module: nn.Module) -> bool:
     hook = getattr(module, "_hf_hook", None)
     hooks = getattr(hook, "hooks", [hook])
     return any(isinstance(each, AlignDevicesHook) and each.offload for each in hooks)
-
-
-def attach_execution_device_hook(
-    module: nn.Module,
-    execution_device: DeviceLike,
-    skip_keys: str | Sequence[str] | None = None,
-    preload_module_classes: Sequence[str] | None = None,
-    tied_params_map: dict[int, dict[torch.device, torch.Tensor]] | None = None,
-) -> None:
-    """Has every submodule with weights bring its inputs to the device, unless it has a hook."""
-    if not hasattr(module, "_hf_hook") and len(module.state_dict()) > 0:
-        hook = AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
-        add_hook_to_module(module, hook)
-    if type(module).__name__ not in (preload_module_classes or ()):
-        for child in module.children():
-            attach_execution_device_hook(child, execution_device, skip_keys, preload_module_classes, tied_params_map)
-
-
-def attach_align_device_hook(
-    module: nn.Module,
-    execution_device: DeviceLike | None = None,
-    offload: bool = False,
-    weights_map: Mapping[str, torch.Tensor] | None = None,
-    offload_buffers: bool = False,
-    module_name: str = "",
-    skip_keys: str | Sequence[str] | None = None,
-    preload_module_classes: Sequence[str] | None = None,
-    tied_params_map: dict[int, dict[torch.device, torch.Tensor]] | None = None,
-    prefetcher: Prefetcher | None = None,
-) -> None:
-    """Attaches an `AlignDevicesHook` to every submodule with weights of its own.
-
-    `preload_module_classes`: names of classes whose weights are brought together, because their
-    forward uses those of submodules without calling them. `weights_map` has names from the root,
-    of which `module_name` is that of `module`. The other arguments are those of the hook.
-    """
-    together = offload and type(module).__name__ in (preload_module_classes or ())
-    if together or next(named_module_tensors(module), None) is not None:
-        prefix = f"{module_name}." if module_name else ""
-        hook = AlignDevicesHook(
-            execution_device,
-            offload=offload,
-            weights_map=None if weights_map is None else PrefixedDataset(weights_map, prefix),
-            offload_buffers=offload_buffers,
-            place_submodules=together,
-            skip_keys=skip_keys,
-            tied_params_map=tied_params_map,
-            prefetcher=prefetcher,
-        )
-        add_hook_to_module(module, hook, append=True)
-    if not together:
-        for name, child in module.named_children():
-            attach_align_device_hook(
-                child,
-                execution_device,
-                offload,
-                weights_map,
-                offload_buffers,
-                joined(module_name, name),
-                skip_keys,
-                preload_module_classes,
-                tied_params_map,
-                prefetcher,
-            )
-
-
-def attach_align_device_hook_on_blocks(
-    module: nn.Module,
-    execution_device: DeviceLike | Mapping[str, DeviceLike | None] | None = None,
-    offload: bool | Mapping[str, bool] = False,
-    weights_map: Mapping[str, torch.Tensor] | None = None,
-    offload_buffers: bool = False,
-    module_name: str = "",
-    skip_keys: str | Sequence[str] | None = None,
-    preload_module_classes: Sequence[str] | None = None,
-    tied_params_map: dict[int, dict[torch.device, torch.Tensor]] | None = None,
-    prefetcher: Prefetcher | None = None,
-) -> None:
-    """Attaches hooks to blocks in several places: dicts of block names → device, or → offloaded.
-
-    With one device and one answer the whole module is one block. The outputs of the outermost
-    module go back to where its inputs were.
-    """
-    devices: Mapping[str, Any]
-    if isinstance(execution_device, Mapping):
-        devices = execution_device
-    else:
-        devices = dict.fromkeys(offload if isinstance(offload, Mapping) else [module_name], execution_device)
-    offloads = offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
-    if module_name in devices and offloads.get(module_name, False):
-        attach_align_device_hook(
-            module,
-            devices[module_name],
-            True,
-            weights_map,
-            offload_buffers,
-            module_name,
-            skip_keys,
-            preload_module_classes,
-            tied_params_map,
-            prefetcher,
-        )
-    if module_name in devices:
-        device = devices[module_name]
-        if not offloads.get(module_name, False):
-            hook = AlignDevicesHook(
-                device,
-                io_same_device=not module_name,
-                place_submodules=True,
-                skip_keys=skip_keys,
-                tied_params_map=tied_params_map,
-            )
-            add_hook_to_module(module, hook)
-        elif not hasattr(module, "_hf_hook"):
-            add_hook_to_module(module, AlignDevicesHook(device, io_same_device=not module_name, skip_keys=skip_keys))
-        elif not module_name:  # one more hook would look for the values of what the first has taken away
-            getattr(module._hf_hook, "hooks", [module._hf_hook])[-1].io_same_device = True
-        if device is not None:
-            attach_execution_device_hook(module, device, skip_keys, preload_module_classes, tied_params_map)
-    elif not module_name:
-        add_hook_to_module(module, AlignDevicesHook(None, io_same_device=True, skip_keys=skip_keys), append=True)
-    for name, child in module.named_children():
-        inner = joined(module_name, name)
-        if any(block == inner or block.startswith(f"{inner}.") for block in devices):
-            attach_align_device_hook_on_blocks(
-                child,
-                devices,
-                offloads,
-                weights_map,
-                offload_buffers,
-                inner,
-                skip_keys,
-                preload_module_classes,
-                tied_params_map,
-                prefetcher,
-            )
-
-
-class CpuOffload(ModelHook):
-    """Brings a whole model to a device when it is called, and leaves it there until another one is.
-
-    Args:
-        execution_device: None: the accelerator, or the CPU where there is none.
-        prev_module_hook: that of the model that ran before, which goes to main memory first.
-    """
-
-    def __init__(
-        self, execution_device: DeviceLike | None = None, prev_module_hook: UserCpuOffloadHook | None = None
-    ) -> None:
-        self.execution_device = default_device() if execution_device is None else as_device(execution_device)
-        self.prev_module_hook = prev_module_hook
-
-    def init_hook(self, module: nn.Module) -> nn.Module:
-        """Sends the model to main memory."""
-        return module.to("cpu")
-
-    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Brings the model, after the one before has gone."""
-        if self.prev_module_hook is not None and self.prev_module_hook.hook is not self:
-            before = self.prev_module_hook.model
-            parameter = next(before.parameters(), None)
-            if parameter is not None and parameter.device.type != "cpu":
-                self.prev_module_hook.offload()
-        module.to(self.execution_device)
-        device = self.execution_device
-        return map_tensors(lambda tensor: tensor.to(device), args), map_tensors(lambda t: t.to(device), kwargs)
-
-
-class UserCpuOffloadHook:
-    """The handle of `cpu_offload_with_hook`: sends its model away, or stops bringing it."""
-
-    def __init__(self, model: nn.Module, hook: ModelHook) -> None:
-        self.model, self.hook = model, hook
-
-    def offload(self) -> None:
-        """Sends the model to main memory."""
-        self.hook.init_hook(self.model)
-
-    def remove(self) -> None:
-        """Removes the hook: the model stays where it is."""
-        remove_hook_from_module(self.model)
-
-
-class LayerwiseCastingHook(ModelHook):
-    """Keeps the weights of a module in a small dtype, and casts them for each call."""
-
-    def __init__(self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool = False) -> None:
-        self.storage_dtype, self.compute_dtype, self.non_blocking = storage_dtype, compute_dtype, non_blocking
-
-    def init_hook(self, module: nn.Module) -> nn.Module:
-        """Casts the weights to the dtype in which they are kept."""
-        return module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
-
-    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Casts the weights for the call."""
-        module.to(dtype=self.compute_dtype, non_blocking=self.non_blocking)
-        return args, kwargs
-
-    def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Casts the weights back."""
-        module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
-        return output
-
-
-def default_device() -> torch.device:
-    """The accelerator, or the CPU where there is none."""
-    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 @contextmanager
