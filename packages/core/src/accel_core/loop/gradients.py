@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -70,10 +71,8 @@ class Gradients:
 
     def waiting(self) -> Iterator[torch.Tensor]:
         """The terms that the strategy keeps and no backward has sent to the other ranks."""
-        from accel_core.contract.tensor_layouts import Partial
-
         for _, state in self._states():
-            yield from (term.data for terms in state.values() for term in terms if isinstance(term, Partial))
+            yield from (term.data for terms in state.values() for term in terms if isinstance(term, _layouts().Partial))
 
     def scale(self, parameters: Iterable[torch.Tensor], factor: float) -> None:
         """Multiplies them in place."""
@@ -147,21 +146,25 @@ class Gradients:
                     yield record, self._state(record.original, record.prepared)
 
 
+@functools.cache
+def _layouts() -> Any:
+    """The layouts, imported once: milliseconds, which only owners of the hook `gradient_state` need spend."""
+    from accel_core.contract import tensor_layouts
+
+    return tensor_layouts
+
+
 def _arrived(record: PreparedModel, state: GradientState) -> Iterator[tuple[Place, torch.Tensor]]:
     """The parts of gradients that have travelled, each with its place."""
-    from accel_core.contract.tensor_layouts import Elementwise  # milliseconds, which only owners of the hook need spend
-
     for name, terms in state.items():
         for term in terms:
-            if isinstance(term, Elementwise):
+            if isinstance(term, _layouts().Elementwise):
                 yield from (((id(record), name, piece.box), piece.data) for piece in term.pieces)
 
 
 def _memory(terms: Iterable[Elementwise | Partial]) -> Iterator[torch.Tensor]:
-    from accel_core.contract.tensor_layouts import memory_of
-
     for term in terms:
-        yield from memory_of(term)
+        yield from _layouts().memory_of(term)
 
 
 def _zero(terms: Iterable[Elementwise | Partial]) -> None:
