@@ -284,6 +284,7 @@ def refused_timeout() -> list[str]:
     World.current()
     os.environ[CHANNEL] = "what nobody can read"
     World.current()  # is asked for in training loops, and does not read it again
+    dist.barrier()  # rank 0 hosts the store, and leaves with it
     return refused
 
 

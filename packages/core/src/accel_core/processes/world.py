@@ -105,6 +105,10 @@ class World:
             world = cls._start(place, _device(place, cpu), **asked)
         else:
             world._require(group, cpu, **asked)
+            if (
+                group not in _shared
+            ):  # refused before: other ranks may have ended by the same error, and the store with them
+                world._share(group)
         world.told = told
         return world
 
@@ -122,7 +126,7 @@ class World:
             )
         place = dataclasses.replace(place, source="running group")
         timeout = min(_timeouts(group), default=dist.default_pg_timeout)
-        return cls(place, _device(place, cpu), timeout, group)._share(group)
+        return cls(place, _device(place, cpu), timeout, group)
 
     @classmethod
     def _start(
