@@ -307,6 +307,7 @@ def test_running_group_that_contradicts_the_launcher_is_an_error(
 def adopt() -> tuple[int, int, int, bool]:
     dist.init_process_group("gloo")
     world = World.current(cpu=True)
+    dist.barrier()  # rank 0 hosts the store, and leaves with it
     world.end()
     still = dist.is_initialized()
     dist.destroy_process_group()
