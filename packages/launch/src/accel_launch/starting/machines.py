@@ -102,7 +102,7 @@ class Machines(_StaticRendezvous):
         self._problem: MeetingError | None = None
         self._answered = time.monotonic()
         self._end = threading.Event()
-        self._heart = threading.Thread(target=self._beat_on, name="accel-heartbeat", daemon=True)
+        self._heart: threading.Thread | None = None
 
     @property
     def use_agent_store(self) -> bool:
@@ -224,6 +224,8 @@ class Machines(_StaticRendezvous):
         meeting_store.claim(store, card)
         self._store = store
         self._beat(store)
+        mine = store.clone()  # type: ignore[attr-defined]  # a connection of its own: one that waits lets nobody else through
+        self._heart = threading.Thread(target=self._beat_on, args=(mine,), name="accel-heartbeat", daemon=True)
         self._heart.start()
         atexit.register(self._stop)  # a thread that torch wakes up in an interpreter that ends takes the process down
         meeting_store.compare_numbers(store, card)
@@ -256,7 +258,7 @@ class Machines(_StaticRendezvous):
         if self._problem is not None:
             raise self._problem
         silent = time.monotonic() - self._answered
-        if self._heart.is_alive() and silent > LOST:
+        if silent > LOST:
             raise self._lost(f"no answer for {silent:.0f} s")
 
     def _lost(self, reason: str) -> MeetingError:
@@ -266,13 +268,10 @@ class Machines(_StaticRendezvous):
             "then start all machines again."
         )
 
-    def _beat_on(self) -> None:
-        store = self._store
-        assert store is not None, "the thread starts with one"
+    def _beat_on(self, store: TCPStore) -> None:
         try:
-            mine = store.clone()  # type: ignore[attr-defined]  # a connection of its own: one that waits lets nobody else through
             while self._problem is None and not self._end.wait(BEAT):
-                self._beat(mine)
+                self._beat(store)
         except (DistError, OSError) as error:
             self._problem = self._lost(str(error).splitlines()[0])
 
@@ -286,6 +285,6 @@ class Machines(_StaticRendezvous):
     def _stop(self) -> None:
         """No sign of life from now on."""
         self._end.set()
-        if self._heart.is_alive():
+        if self._heart is not None:
             self._heart.join(2 * BEAT)
         atexit.unregister(self._stop)
