@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 PROJECT = "accel"
 
 LAYOUT_HOOKS = ("model_state", "optimizer_state", "optimizer_misfits", "load_optimizer_state")
-"""What a strategy that does not replicate parameters implements, so that checkpoints can be saved under it."""
+"""A strategy that does not replicate parameters implements these, so that it can be saved."""
 
 CHECKPOINT_HOOKS = ("save_checkpoint", "load_checkpoint", "wait_for_checkpoint")
 """What one plugin implements that has a format of checkpoints; the last one if it writes behind."""
@@ -72,22 +72,25 @@ class HookSpecs:
         accelerator = Accelerator(...)              # layout, start
         model = accelerator.build_model(factory)    # build_model; or however the user builds it
         model, optimizer, loader, scheduler = accelerator.prepare(...)
-                                                    # convert_model, prepare_model (per model), prepare_loader (per loader),
-                                                    # check_optimizer (per optimizer)
+                                                    # per model: convert_model, prepare_model
+                                                    # per loader: prepare_loader
+                                                    # per optimizer: check_optimizer
         for batch in loader:
-            with accelerator.accumulate(model):     # no_sync, unless this micro-batch closes the window
+            with accelerator.accumulate(model):     # no_sync, unless this closes the window
                 loss = model(batch)
                 accelerator.backward(loss)          # scale_loss, backward, synchronise_gradients
                 accelerator.clip_grad_norm_(...)    # unscale_gradients, clip_gradients
-                optimizer.step()                    # check_gradients, optimizer_step and in it apply_step, once per window
+                optimizer.step()                    # once per window: check_gradients, then
+                                                    # optimizer_step, and in it apply_step
                 scheduler.step()
                 optimizer.zero_grad()               # gradient_state
-            accelerator.save_state(folder)          # save_checkpoint, and in it model_state (per model), optimizer_state (per
-                                                    # optimizer)
-            accelerator.load_state(folder)          # load_checkpoint, and in it model_state, model_loaded, optimizer_misfits,
+            accelerator.save_state(folder)          # save_checkpoint, and in it model_state
+                                                    # (per model), optimizer_state (per optimizer)
+            accelerator.load_state(folder)          # load_checkpoint, and in it model_state,
+                                                    # model_loaded, optimizer_misfits,
                                                     # load_optimizer_state
         accelerator.end_training()                  # release_model (per model), finish
-        accelerator.free_memory()                   # release_model, unless it has ended; revert_model (per model)
+        accelerator.free_memory()                   # release_model, unless ended; revert_model
 
         # or a whole window in one call, in which a pipeline can run:
         loss = accelerator.forward_backward(model, micro_batches, loss_fn)   # forward_backward
@@ -107,7 +110,7 @@ class HookSpecs:
 
     @listener
     def finish(self) -> None:
-        """Training has ended: once, in `end_training`, on every rank, before the process group may end."""
+        """Training ends: once, in `end_training`, on every rank, before the process group may."""
 
     @owner
     def layout(self, world: World) -> Layout:
@@ -140,11 +143,13 @@ class HookSpecs:
 
     @owner
     def revert_model(self, model: nn.Module) -> None:
-        """Undoes `convert_model` in the user's model, in `free_memory`, for every prepared model. Owner: as there."""
+        """Undoes `convert_model`, in `free_memory`, for every prepared model. Owner: as there."""
 
     @owner
     def release_model(self, model: nn.Module, prepared: nn.Module) -> None:
-        """Lets go of what `prepare_model` made beside the user's model, which stays usable: an engine, hooks, process groups.
+        """Lets go of what `prepare_model` made beside the user's model, such as an engine.
+
+        The user's model stays usable.
 
         When: in `free_memory` and `end_training`, once per prepared model, before `revert_model`
             and the end of the process group. No collective.
@@ -198,11 +203,11 @@ class HookSpecs:
 
     @owner
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Around micro-batches that do not close a window: backwards of forwards inside synchronise no gradients. Hot."""
+        """Around micro-batches that do not close a window: no gradients are synchronised. Hot."""
 
     @owner
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Inside the context, the next backward of a prepared model synchronises, although its forward ran inside `no_sync`."""
+        """Inside, the next backward of a model synchronises, though its forward was in `no_sync`."""
 
     @owner
     def synchronise_gradients(self) -> None:
@@ -215,7 +220,7 @@ class HookSpecs:
 
     @owner
     def check_gradients(self, optimizer: Optimizer) -> None:
-        """Raises `RuntimeError` if an optimizer is about to step with gradients that were not synchronised.
+        """Raises `RuntimeError` if an optimizer is to step with unsynchronised gradients.
 
         When: before every step of any optimizer, but not inside `LocalSGD`. Hot. No collective.
         """
@@ -241,7 +246,7 @@ class HookSpecs:
         buffer_seq_dims: Sequence[int],
         no_restore_buffers: Collection[torch.Tensor],
     ) -> AbstractContextManager[None]:
-        """Inside the context, tensors hold this rank's part of a sequence, and attention spans all peers.
+        """Inside, tensors hold this rank's part of a sequence, and attention spans all peers.
 
         When: in `accelerator.maybe_context_parallel`. Entering is a collective over the peers.
         Arguments: the tensors, changed in place; the dim of the sequence in each; those that are
@@ -250,7 +255,7 @@ class HookSpecs:
 
     @owner
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """Multiplies the loss, 0-d or with dimensions, so that small gradients survive a narrow dtype.
+        """Multiplies the loss, of any shape, so that small gradients survive a narrow dtype.
 
         When: before every backward. Usual owner: the precision's scaler, or the strategy's engine.
         Default: the loss as it is.
@@ -268,11 +273,11 @@ class HookSpecs:
 
     @owner
     def unscale_gradients(self, optimizer: Optimizer) -> None:
-        """Divides gradients by what `scale_loss` multiplied: at most once per step, to clip, or on demand. Owner: as there."""
+        """Divides gradients by the factor of `scale_loss`, at most once per step. Owner: as there."""
 
     @owner
     def clip_gradients(self, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:
-        """Scales the gradients of `parameters` in place so that their joint norm is at most `max_norm`.
+        """Scales the gradients in place so that their joint norm is at most `max_norm`.
 
         When: in `accelerator.clip_grad_norm_`, at the end of a window, synchronised and unscaled;
             with `max_norm` infinite also in an open one, for the norm of what is pending.
@@ -334,7 +339,7 @@ class HookSpecs:
 
     @owner
     def load_checkpoint(self, run: Run, folder: str | os.PathLike[str] | None) -> None:
-        """Restores all of a run from a folder; None: the newest of those that are named automatically.
+        """Restores a run from a folder; None: the newest of those that are named automatically.
 
         When: in `load_state`, on every rank. A collective. The rest: as for `save_checkpoint`.
         """
@@ -362,7 +367,7 @@ class HookSpecs:
 
     @owner
     def model_loaded(self, model: nn.Module, prepared: nn.Module) -> None:
-        """The state that `model_state`, with these arguments, named has been read from a checkpoint.
+        """The state that `model_state` named, with these arguments, has been read.
 
         When: in `load_state`, on every rank, before optimizers are loaded. May be a collective.
         Usual owner: the strategy, to fill the copies that it computes with, to compute buffers that
@@ -382,7 +387,7 @@ class HookSpecs:
 
     @owner
     def optimizer_misfits(self, optimizer: Optimizer, names: Mapping[int, str], saved: SavedOptimizer) -> list[str]:
-        """Says why an optimizer cannot be given the state that a checkpoint holds of it, a line for each reason.
+        """The reasons why an optimizer cannot be given its state of a checkpoint, a line each.
 
         When: in `load_state`, on every rank, before anything is changed. No collective.
         Arguments: what was saved, under any strategy in any world; the rest: as for
