@@ -1,8 +1,13 @@
-"""How all tests are run: the longest files first, and without the walks over what lives as long as the run."""
+"""How all tests are run: longest files first, no walks over what lives as long as the run, no limit of time per example."""
 
 from __future__ import annotations
 
 import gc
+
+from hypothesis import HealthCheck, settings
+
+settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy machine")
 
 LONGEST = (
     "test_resume_state.py",

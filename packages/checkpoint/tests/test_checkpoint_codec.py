@@ -217,7 +217,6 @@ structures = st.recursive(
 )
 
 
-@settings(deadline=None)
 @given(structures)
 def test_any_structure_comes_back_bit_for_bit(value: Any) -> None:
     assert_comes_back(value)
@@ -638,7 +637,7 @@ def nodes(skeleton: Any) -> list[tuple[Any, Any]]:
     return [*((skeleton, key) for key in (skeleton if isinstance(skeleton, dict) else range(len(skeleton)))), *below]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data())
 def test_whatever_a_skeleton_says_it_is_read_or_refused(data: st.DataObject) -> None:
     skeleton, held = stored(RICH)

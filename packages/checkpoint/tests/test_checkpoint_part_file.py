@@ -27,7 +27,7 @@ from accel_core.api.layouts import Box
 from accel_testing import run_ranks
 
 NAME = "rank-00000.safetensors"
-PROPERTY = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+PROPERTY = settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture

@@ -94,13 +94,13 @@ def vanish(member: Machines) -> None:
     member._store = None
 
 
-def error_of(future: Future, within: float = 4.0) -> str:
+def error_of(future: Future, within: float = 15.0) -> str:
     with pytest.raises(MeetingError) as caught:
         future.result(within)
     return str(caught.value)
 
 
-def eventually(condition: Callable[[], object], within: float = 5.0) -> None:
+def eventually(condition: Callable[[], object], within: float = 20.0) -> None:
     end = time.monotonic() + within
     while not condition():
         assert time.monotonic() < end
@@ -118,7 +118,7 @@ def error_that_ends(member: Machines) -> str:
             found.append(str(error))
         return bool(found)
 
-    eventually(ended, within=3)
+    eventually(ended)
     return found[0]
 
 
@@ -162,7 +162,7 @@ def test_two_machines_that_claim_one_rank_fail_at_once_and_so_does_the_run_if_it
     start = time.monotonic()
     coming += run.come(second)
     messages = [error_of(future) for future in [*coming, waiting]]
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 15  # and not after the 20 s that a machine waits
     assert len(set(messages)) == 1
     assert re.fullmatch(
         r"Machine rank 1 of 3 was claimed twice: by machine 1 \(\S+, process \d+\) and by \S+, process \d+\. Give each machine "
@@ -287,7 +287,7 @@ def test_a_port_that_is_taken_is_said(cluster):
         taken.bind(("", run.address.port))
         taken.listen()
         threading.Thread(target=_refuse, args=(taken,), daemon=True).start()
-        message = error_of(*run.come(run.machine(0)), within=15)
+        message = error_of(*run.come(run.machine(0)))
         assert f"port {run.address.port}" in message
         assert "it is taken by another program" in message
         assert "another main_process_port" in message
@@ -315,7 +315,7 @@ def test_what_listens_and_never_answers_is_no_meeting_point(cluster, monkeypatch
 def test_machine_0_is_told_that_the_address_is_not_its_own(cluster):
     run = cluster(2)
     run.address = Address("192.0.2.1", run.address.port)  # of no machine: for documentation
-    message = error_of(*run.come(run.machine(0)), within=5)
+    message = error_of(*run.come(run.machine(0)))
     assert "does not reach itself there" in message
     assert "main_process_ip" in message
     assert ", ".join(own_addresses()) in message
