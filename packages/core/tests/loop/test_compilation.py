@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -337,3 +339,9 @@ def test_machine_code_computes_the_same(tmp_path: Path) -> None:
     """Needs a C++ compiler."""
     env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     assert run_ranks(by_inductor, 1, timeout=110, env=env) == [True]
+
+
+def test_the_compiler_is_imported_for_nobody_who_does_not_compile():
+    code = "import sys, accel_core; accel_core.Accelerator(cpu=True); print({'torch._dynamo', 'torch._inductor'} & set(sys.modules))"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert ended.stdout == "set()\n"

@@ -10,6 +10,5 @@
     diagnostics   one way to look into a loop
     launcher      starting processes, and the options of whatever is installed
 
-Names that scripts use, such as `Strategy`, `Tracker`, `World` and `hookimpl`, are in `accel_core`
-itself. Other modules of the core move and change without notice.
+Names that scripts use too, such as `Strategy`, are in `accel_core`. Other modules may change.
 """

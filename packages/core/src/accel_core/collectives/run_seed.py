@@ -27,8 +27,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
     Args:
         seed: from 0 to 2**64 - 1. NumPy gets it up to 2**32 - 1, else `derive_seed(seed) % 2**32`.
-        device_specific: adds the rank (modulo 2**64), so that dropout and augmentation differ
-            between processes. Rank 0's seed stays the seed of the run.
+        device_specific: adds the rank (modulo 2**64); rank 0's seed stays the seed of the run.
         deterministic: also calls `torch.use_deterministic_algorithms(True)`.
     """
     seed = operator.index(seed)

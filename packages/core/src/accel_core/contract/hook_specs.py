@@ -72,9 +72,8 @@ class HookSpecs:
         accelerator = Accelerator(...)              # layout, start
         model = accelerator.build_model(factory)    # build_model; or however the user builds it
         model, optimizer, loader, scheduler = accelerator.prepare(...)
-                                                    # per model: convert_model, prepare_model
-                                                    # per loader: prepare_loader
-                                                    # per optimizer: check_optimizer
+                                                    # convert_model, prepare_model (per model),
+                                                    # prepare_loader, check_optimizer (of each)
         for batch in loader:
             with accelerator.accumulate(model):     # no_sync, unless this closes the window
                 loss = model(batch)
@@ -147,9 +146,7 @@ class HookSpecs:
 
     @owner
     def release_model(self, model: nn.Module, prepared: nn.Module) -> None:
-        """Lets go of what `prepare_model` made beside the user's model, such as an engine.
-
-        The user's model stays usable.
+        """Lets go of what `prepare_model` made beside the user's model, which stays usable.
 
         When: in `free_memory` and `end_training`, once per prepared model, before `revert_model`
             and the end of the process group. No collective.

@@ -208,16 +208,18 @@ class Accumulate:
     contexts: Sequence[AbstractContextManager[None]] = ()
 
     def __enter__(self) -> None:
-        if self.accumulation.inside:
+        accumulation = self.accumulation
+        if accumulation.inside:
             what = "accumulate() was entered inside another accumulate() of the same Accelerator."
             raise RuntimeError(f"{what} Name all models in one call: accumulate(generator, discriminator).")
-        if self.accumulation.enter(self.closes) or self.accumulation.sync_each_batch:
+        if accumulation.enter(self.closes) or accumulation.sync_each_batch:
             return
         self.contexts = [self.no_sync(model) for model in self.models]
         for context in self.contexts:
             context.__enter__()
 
     def __exit__(self, *raised: Any) -> None:
-        for context in reversed(self.contexts):
-            context.__exit__(*raised)
+        if self.contexts:
+            for context in reversed(self.contexts):
+                context.__exit__(*raised)
         self.accumulation.leave()

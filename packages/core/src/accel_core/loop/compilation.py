@@ -105,10 +105,12 @@ def _known_backend(backend: Any, asked: str) -> Any:
     if callable(backend):
         return backend
     name = str(getattr(backend, "value", backend))  # an enumeration's member stands for its value
+    if name.lower() == "no":  # to list the others imports the compiler, which takes a second
+        return None
     known = ["no", "eager", *torch.compiler.list_backends(exclude_tags=())]
     name = name if name in known else name.lower()
     if name not in known:
         meant = nearest(name, known)
         hint = "" if meant is None else f" Type {meant!r} if that was meant."
         raise ValueError(f"{asked} is not a backend of torch.compile. Known: {', '.join(sorted(set(known)))}.{hint}")
-    return None if name == "no" else name
+    return name

@@ -22,9 +22,8 @@ class LocalSGD:
 
     `step()`, behind `optimizer.step()`, is collective when an average is due, as is the end of the
     block, after which all ranks hold the same model: the mean of what was trained in it, and the
-    buffers of the first rank. Optimizers keep their own state. `enabled=False`: it does nothing, as
-    in a world of one. Raises `ValueError` for a model that is not prepared for training, or a
-    strategy that keeps no whole parameters.
+    buffers of the first rank. Not enabled, or in a world of one, it does nothing. `ValueError` for a
+    model that is not prepared for training, or a strategy that keeps no whole parameters.
     """
 
     def __init__(self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:

@@ -124,9 +124,8 @@ class OptimizerGate:
             self._check_backward()
             if self._check_hook is not None:
                 self._check_gradients(optimizer)
-        engine, own = self._engine, step
-        if engine is not None:  # a partial says that the step was given arguments
-            step = partial(engine, optimizer, own) if isinstance(own, partial) else lambda: engine(optimizer, own)
+        if self._engine is not None:
+            step = _applied(self._engine, optimizer, step)
         self._inside = True
         try:
             result = self._relay.optimizer_step(optimizer, step)
@@ -145,12 +144,10 @@ class OptimizerGate:
         accumulation = self.accumulation
         if self._inside or not accumulation.is_pending(self.settled):
             self._clear(optimizer, *args, **kwargs)
+        elif not accumulation.open and accumulation.optimizers == 1 and accumulation.micro_backwards:
+            self._clear(optimizer, *args, **kwargs)  # behind its backward, which was for no other optimizer
         elif not accumulation.open:
-            if accumulation.optimizers == 1 and accumulation.micro_backwards:
-                self._clear(optimizer, *args, **kwargs)  # behind its backward, which was for no other optimizer
-                return
-            window = accumulation.serial
-            accumulation.defer(lambda: None if self.settled == window else self._clear(optimizer, *args, **kwargs))
+            self._clear_later(optimizer, args, kwargs)
 
     def add_param_group(self, group: dict[str, Any]) -> None:
         """Adds the group; its parameters are checked before the next step."""
@@ -170,6 +167,11 @@ class OptimizerGate:
         if not self._unscaled:
             self._relay.unscale_gradients(optimizer)
             self._unscaled = True
+
+    def _clear_later(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # its closure would cost every call
+        window = self.accumulation.serial
+        drop = partial(self._clear, optimizer, *args, **kwargs)
+        self.accumulation.defer(lambda: None if self.settled == window else drop())
 
     def _clear(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         self._own_zero_grad(*args, **kwargs)
@@ -232,6 +234,11 @@ class OptimizerGate:
             f"optimizer.step() was called, but {found}: gradients of a plain loss.backward() would be neither scaled "
             f"nor averaged over the window. Replace loss.backward() by accelerator.backward(loss)."
         )
+
+
+def _applied(engine: Any, optimizer: Optimizer, own: Callable[[], Any]) -> Callable[[], Any]:
+    # A partial says that the step was given arguments.
+    return partial(engine, optimizer, own) if isinstance(own, partial) else lambda: engine(optimizer, own)
 
 
 def gate_of(optimizer: object) -> OptimizerGate | None:

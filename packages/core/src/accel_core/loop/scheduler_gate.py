@@ -36,7 +36,7 @@ class SchedulerRule:
         accumulation = gate.accumulation
         if accumulation.open or gate.was_skipped:
             return 0
-        if any(getattr(other, "step_was_skipped", False) for other in self.others):
+        if self.others and any(getattr(other, "step_was_skipped", False) for other in self.others):
             return 0
         micro_batches = accumulation.size if accumulation.serial else 1  # 0: `accumulate` was never called
         return self.repeat * (micro_batches if self.per_micro_batch else 1)

@@ -96,10 +96,9 @@ class Channel:
     def exchange(self, letter: Letter, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         """Sends this rank's tensors, receives all: per tensor, one part per rank, in rank order.
 
-        A part is of shape (its rank's rows, trailing dimensions); for a stacked letter a single one
-        of (ranks, trailing dimensions). Parts are detached, on the channel's device, in a buffer
-        that the next exchange overwrites: copy them. `CollectiveMismatchError` on every rank if the
-        ranks called different things.
+        A part has the shape (its rank's rows, trailing dimensions); that of a stacked letter is a
+        single one of (ranks, trailing dimensions). Parts are detached, in a buffer that the next
+        exchange overwrites. `CollectiveMismatchError` on every rank if calls differ.
         """
         with self._marked(letter.name, letter.description):
             frame = self._frame(self._capacity())

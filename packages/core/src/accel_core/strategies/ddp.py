@@ -55,8 +55,7 @@ class DDP(Strategy):
     Args:
         broadcast_buffers: whether buffers are taken from rank 0 at each synchronising forward.
         bucket_cap_mb: size of a bucket of gradients that travels at once, in MiB.
-        find_unused_parameters: whether parameters may take no part in a backward; costs a walk over
-            the graph.
+        find_unused_parameters: whether parameters may take no part in a backward; a slower one.
         gradient_as_bucket_view: whether `.grad` shares memory with the buckets.
         static_graph: whether the same parameters are used in the same way in every iteration.
         comm_hook: how gradients travel: as they are, as fp16 or bf16, or compressed by PowerSGD.

@@ -45,11 +45,10 @@ class Tracker:
     """Base of trackers: offer a subclass under `accel.trackers`, or pass `log_with` an object.
 
     One object records one run. All methods but the constructor and `unusable` are called in one
-    thread of the tracker's own, one after the other: `start`, any number of records, `finish`. One
-    that raises is reported once and the tracker is switched off; the training goes on. A record
-    that the service cannot hold is refused by a `RecordRefusedError`, and only that one is left
-    out. A method that takes minutes is given up. The constructor is the schema of the tracker's
-    options, and neither imports the service nor opens anything.
+    thread of the tracker's own: `start`, any number of records, `finish`. One that raises, or takes
+    minutes, is reported once, and the tracker switched off; the training goes on. A record that
+    the service cannot hold is refused by a `RecordRefusedError`, and alone is left out. The
+    constructor is the schema of the options, and neither imports the service nor opens anything.
 
     Attributes:
         name: by which it is asked for: `get_tracker(name)`, `init_kwargs={name: ...}`.
