@@ -19,7 +19,6 @@ import torch
 
 Tree = Any
 """A nested structure, or a single leaf. (Recursive types would cost every caller a cast.)"""
-
 T = TypeVar("T")
 
 
@@ -39,13 +38,17 @@ def flatten_with_shape(tree: Tree) -> tuple[list[Any], Any]:
 
 def unflatten(tree: T, leaves: list[Any]) -> T:
     """A tree like `tree`, with other leaves."""
-    kind, same = cast("Any", type(tree)), cast("Any", tree)
+    same: Any = tree
+    kind = type(same)
+    new: T
     if kind is torch.Tensor:
-        return cast("T", leaves[0])
-    if _flat_tensors(tree) is not None:
-        return cast("T", kind(zip(same, leaves, strict=True) if kind is dict else leaves))
-    others = iter(leaves)
-    return cast("T", map_leaves(lambda _: next(others), same))
+        new = leaves[0]
+    elif _flat_tensors(tree) is not None:
+        new = kind(zip(same, leaves, strict=True) if kind is dict else leaves)
+    else:
+        others = iter(leaves)
+        new = map_leaves(lambda _: next(others), tree)
+    return new
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], tree: Tree) -> Tree:

@@ -115,8 +115,7 @@ class HookSpecs:
     def layout(self, world: World) -> Layout:
         """Says which part of the data this process reads.
 
-        When: in the constructor, before anything is prepared.
-        May make process groups by `world.subgroup`, the same on every rank.
+        When: in the constructor. May make process groups by `world.subgroup`, the same on every rank.
         Default: pure data parallelism.
         """
 

@@ -34,9 +34,8 @@ class Histogram:
     """A histogram to log as a number: `accelerator.log({"weights": Histogram(layer.weight)})`.
 
     `values` is a tensor, an array, or a sequence of numbers or of tensors, of any shapes; they are
-    copied on their device, and counted by the tracker's thread. The `bins`, 1 to 512, are of equal
-    width, from the least finite value to the greatest. What cannot be counted is left out, which is
-    said once: complex numbers, texts, and a tensor that lies on several ranks.
+    copied on their device, and counted by the tracker's thread, in 1 to 512 `bins` of equal width.
+    Complex numbers, texts, and a tensor that lies on several ranks are left out, with a warning.
     """
 
     def __init__(self, values: Any, bins: int = 64) -> None:
