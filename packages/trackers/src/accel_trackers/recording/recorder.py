@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 _FLUSH_AFTER = 5.0  # seconds after a record at which the tracker flushes, if it has not done so since
 
 _KINDS = {"log": "values", "log_histograms": "histograms", "log_images": "images", "log_table": "tables"}
-"""What the methods of trackers record."""
 
 logger = logging.getLogger(__name__)
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from accel_trackers.recording.recorder import Recorder
 
 _QUIET = 5.0  # seconds of waiting at the end, before it is said what for
+_HURRY = 30.0  # seconds that a program which ends because of an exception waits for its trackers
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ def finish_at_exit(references: Sequence[ref[Recorder]], timeout: float, process:
             failed = True
             raise
         finally:
-            finish(recorders, timeout, failed=failed)
+            finish(recorders, min(timeout, _HURRY) if failed else timeout, failed=failed)
             for each in recorders:
                 each.abandon()
 
