@@ -161,9 +161,7 @@ def test_a_new_run_in_the_folder_of_another_one_is_refused_and_changes_nothing(t
     first = started(tmp_path, {"layers": 1})
     first.log({"loss": 1.0}, 0)
     first.finish(failed=False)
-    with pytest.raises(
-        FileExistsError, match="A new run was to be recorded in .*, and metrics.jsonl of another one is"
-    ):
+    with pytest.raises(FileExistsError, match="metrics.jsonl of another run is there: give this one another folder"):
         started(tmp_path, {"layers": 2})
     assert len(read(tmp_path)) == 1
     assert json.loads((tmp_path / "config.json").read_text(encoding="utf-8")) == {"layers": 1}
@@ -184,8 +182,7 @@ def test_a_run_whose_file_has_gone_is_gone_on_with_and_warned_of(tmp_path, caplo
 )
 def test_a_line_that_is_no_record_is_refused_with_its_number(line, tmp_path):
     (tmp_path / "metrics.jsonl").write_text(f'{{"step": 0, "time": 1.0, "values": {{}}}}\n{line}\n', encoding="utf-8")
-    message = f"metrics.jsonl, line 2 is no record of this format: {line.encode()!r} ("
-    with pytest.raises(ValueError, match=re.escape(message) + ".*Take it out, or restore the file"):
+    with pytest.raises(ValueError, match=re.escape(f"metrics.jsonl, line 2 is no record: {line.encode()!r}")):
         read(tmp_path)
 
 
@@ -261,9 +258,7 @@ def test_the_name_of_an_image_leads_to_a_place_inside_its_folder(name, path, tmp
 
 
 def test_options_are_refused_with_what_holds(tmp_path):
-    with pytest.raises(
-        TypeError, match=r"jsonl was given 'mode' in init_kwargs=\{'jsonl': \.\.\.\}, and has no options"
-    ):
+    with pytest.raises(TypeError, match=r"init_kwargs=\{'jsonl': \.\.\.\} has 'mode', which jsonl does not have"):
         started(tmp_path, options={"mode": "w"})
     tracker = started(tmp_path / "other")
     for call in (
@@ -272,7 +267,7 @@ def test_options_are_refused_with_what_holds(tmp_path):
         lambda: tracker.log_table("a", Table((), ()), 0, commit=True),
         lambda: tracker.log_histograms({}, 0, commit=True),
     ):
-        with pytest.raises(TypeError, match=r"jsonl was given 'commit' in log_kwargs=\{'jsonl': \.\.\.\}"):
+        with pytest.raises(TypeError, match=r"log_kwargs=\{'jsonl': \.\.\.\} has 'commit', which jsonl does not"):
             call()
     tracker.finish(failed=False)
     assert lines(tmp_path / "other") == []

@@ -67,12 +67,3 @@ def test_an_option_that_a_record_does_not_have_is_refused_before_it_is_written(n
 
     tracker = entry_points(group="accel.trackers")[name].load()(**OFFLINE[name])
     record(tracker, tracked(), work)
-
-
-@pytest.mark.parametrize("name", [pytest.param("tensorboard", marks=needs("tensorboard"))])
-def test_the_order_of_an_images_dimensions_is_no_option_of_tensorboard(name):
-    def work(tracker):
-        with pytest.raises(TypeError, match=r"'dataformats'.*log_images\(values, dataformats='NHWC'\)"):
-            tracker.log_images({"drawn": [IMAGE]}, 0, dataformats="NHWC")
-
-    record(entry_points(group="accel.trackers")[name].load()(), tracked(), work)

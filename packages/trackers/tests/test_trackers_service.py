@@ -114,7 +114,5 @@ def test_each_call_gets_the_options_that_it_knows():
 
 def test_unknown_options_are_named_with_those_that_there_are():
     check_options({"a"}, {"a", "b"}, "init_kwargs", "init")
-    with pytest.raises(
-        TypeError, match=r"init_kwargs has 'c', which init does not have here: expected a, b\. Look there\."
-    ):
-        check_options({"c": 1}, {"a", "b"}, "init_kwargs", "init", " Look there.")
+    with pytest.raises(TypeError, match=r"init_kwargs has 'c', which init does not have here: expected a, b\."):
+        check_options({"c": 1}, {"a", "b"}, "init_kwargs", "init")

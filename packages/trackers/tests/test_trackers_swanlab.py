@@ -106,14 +106,12 @@ def test_objects_of_swanlab_are_recorded_as_they_are():
 
 
 def test_a_second_run_at_once_is_refused(started, tmp_path):
-    with pytest.raises(
-        RuntimeError, match=r"one run per process, and 'run-1' is not finished. End it.*swanlab.finish\(\)"
-    ):
+    with pytest.raises(RuntimeError, match=r"one run per process: end 'run-1' before, as by swanlab.finish\(\)"):
         SwanLab(mode="offline", log_dir=tmp_path).start(TrackedRun("project", "run-2"))
 
 
 def test_nobody_is_asked_for_a_key():
-    with pytest.raises(RuntimeError, match=r"SwanLab did not start: .*no API key.*swanlab login.*MODE=offline"):
+    with pytest.raises(RuntimeError, match="no API key"):
         SwanLab(mode="online").start(TrackedRun("project", "run-1"))
 
 

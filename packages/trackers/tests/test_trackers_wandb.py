@@ -140,7 +140,7 @@ def test_dark_images_stay_dark(directory):
 def test_tables_longer_than_wandb_keeps_are_refused(directory):
     tracker = WandB(mode="offline", dir=directory)
     table = Table(("a",), tuple((row,) for row in range(10001)))
-    with pytest.raises(ValueError, match=r"'answers' has 10001 rows.*10000.*MAX_ROWS = 10001"):
+    with pytest.raises(ValueError, match=r"'answers' has 10001 rows.*10000.*set wandb.Table.MAX_ROWS"):
         record(tracker, tracked(), lambda tracker: tracker.log_table("answers", table, 0))
     tracker.finish(True)
 
@@ -297,14 +297,6 @@ def test_the_process_stays_as_it_was(directory):
     record(WandB(mode="offline", dir=directory), tracked(), work)
     assert (sys.exit, sys.excepthook, dict(os.environ)) == before
     assert (random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()) == states
-
-
-@pytest.mark.parametrize(
-    "wrong, message", [({"mode": "of"}, "mode='of'.*'offline'"), ({"step_metric": ""}, "step_metric=''")]
-)
-def test_wrong_options_are_refused(wrong, message):
-    with pytest.raises(ValueError, match=message):
-        WandB(**wrong)
 
 
 def test_it_is_usable_exactly_where_wandb_is_installed(monkeypatch):

@@ -6,8 +6,7 @@ of them imports its service before a run starts, and importing this package impo
 
 from __future__ import annotations
 
-from accel_trackers.recording.config_json import readable_config
-from accel_trackers.recording.values import plain_value
+from accel_trackers.recording.values import plain_value, readable_config
 from accel_trackers.throughput import Throughput
 
 __all__ = ["Throughput", "plain_value", "readable_config"]

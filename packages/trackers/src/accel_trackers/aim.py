@@ -64,9 +64,6 @@ class Aim(Service):
         return self.repo is None
 
     def start(self, run: TrackedRun) -> None:
-        """See `Tracker.start`."""
-        import aim  # type: ignore[import-not-found, import-untyped, unused-ignore]
-
         repo = self.repo
         if repo is None and run.directory is not None and "repo" not in run.options:
             repo = str(run.directory.parent)  # that of the project, for all its runs
@@ -75,7 +72,7 @@ class Aim(Service):
         if run.resumed:
             options["run_hash"] = run.resumed["run_hash"]
             self._series = Series(run.resumed["series"])
-        self._run = aim.Run(**{**options, **run.options})
+        self._run = self._module.Run(**{**options, **run.options})
         if self.run_name is not None:
             self._run.name = self.run_name
         for tag in set(self.tags or ()) - set(self._run.tags):
@@ -87,12 +84,9 @@ class Aim(Service):
         return {"run_hash": self._run.hash, "series": self._series.state()}
 
     def log(self, values: Mapping[str, Any], step: int, **options: Any) -> None:
-        """See `Tracker.log`."""
-        import aim
-
         for name, value in values.items():
             if isinstance(value, str):
-                self._track(aim.Text(value), name, "text", step, options)
+                self._track(self._module.Text(value), name, "text", step, options)
             else:
                 kind = "number" if isinstance(value, (int, float)) else type(value).__name__.lower()
                 self._track(value, name, kind, step, options)
@@ -103,30 +97,19 @@ class Aim(Service):
 
     def log_images(self, values: Mapping[str, Sequence[torch.Tensor]], step: int, **options: Any) -> None:
         """See `Tracker.log_images`. They are stored as PNG."""
-        import aim
-
         for name, images in values.items():
-            self._track([aim.Image(image.numpy()) for image in images], name, "images", step, options)
+            self._track([self._module.Image(image.numpy()) for image in images], name, "images", step, options)
 
     def log_table(self, name: str, table: Table, step: int, **options: Any) -> None:
         """See `Tracker.log_table`. A text: the columns in its first line, then a row per line."""
-        import aim
-
         lines = [json.dumps(cells, ensure_ascii=False) for cells in (table.columns, *table.rows)]
         context = {"kind": "table", **(options.get("context") or {})}
-        self._track(aim.Text("\n".join(lines)), name, "table", step, {**options, "context": context})
+        self._track(self._module.Text("\n".join(lines)), name, "table", step, {**options, "context": context})
 
     def log_histograms(self, values: Mapping[str, Bins], step: int, **options: Any) -> None:
-        """See `Tracker.log_histograms`.
-
-        Raises:
-            RecordRefusedError: if bins are of different widths, or there are more than 512.
-        """
-        import aim
-
         for name, bins in values.items():
             _check_bins(name, bins)
-            distribution = aim.Distribution(hist=bins.counts, bin_range=(bins.edges[0], bins.edges[-1]))
+            distribution = self._module.Distribution(hist=bins.counts, bin_range=(bins.edges[0], bins.edges[-1]))
             self._track(distribution, name, "histogram", step, options)
 
     def finish(self, failed: bool) -> None:

@@ -82,17 +82,10 @@ class ClearML(Service):
         self._names = Names("ClearML", lambda name: unmarked(name) or "_")
 
     def start(self, run: TrackedRun) -> None:
-        """See `Tracker.start`.
-
-        Raises:
-            RuntimeError: if another tracker has the task of this process.
-        """
         # ClearML patches imports to find frameworks.
         wanted = [(builtins, "__import__")] if run.options.get("auto_connect_frameworks") else []
         with process_kept(wanted):
-            import clearml  # type: ignore[import-not-found, import-untyped, unused-ignore]
-
-            self._begin(clearml, run)
+            self._begin(self._module, run)
 
     def state(self) -> dict[str, Any]:
         """The id of the task, and which series of images and plots there are."""
@@ -125,7 +118,6 @@ class ClearML(Service):
                 logger.report_media(*place, iteration=step, **{**media, **options})
 
     def log_table(self, name: str, table: Table, step: int, **options: Any) -> None:
-        """See `Tracker.log_table`."""
         logger = self._run.get_logger()
         shared_options(options, "clearml", {logger.report_table: (*_PLACE, "table_plot")})
         title, series = self._place(name, "table", step)
@@ -147,7 +139,6 @@ class ClearML(Service):
             self._run.flush(wait_for_uploads=self._run.is_offline())
 
     def finish(self, failed: bool) -> None:
-        """See `Tracker.finish`."""
         if not self._is_ours:
             self._run.flush(wait_for_uploads=True)
             return
@@ -163,14 +154,10 @@ class ClearML(Service):
             self._run = self._started(clearml, run)
             self._run.accel_run_id = run.run_id
         elif getattr(self._run, "accel_run_id", None) is not None:
-            raise RuntimeError(
-                f"ClearML has one task per process, and the run {self._run.accel_run_id!r} has it. End that one before "
-                f"{run.run_id!r} starts: end_training() of its Accelerator."
-            )
+            raise RuntimeError(f"ClearML has one task per process: end the run {self._run.accel_run_id!r} before")
         elif run.options:
             _log.warning(
-                "ClearML has a task already, from a Task.init of this program. It is used, and init_kwargs are not: %s.",
-                ", ".join(run.options),
+                "The program's own task of ClearML is used, and these init_kwargs are not: %s.", [*run.options]
             )
         if run.resumed:
             self._series = Series(run.resumed["series"])

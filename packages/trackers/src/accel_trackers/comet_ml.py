@@ -107,12 +107,12 @@ class CometML(Service):
         self._names = Names("Comet", lambda name: name, longest=LONGEST_NAME)
 
     def start(self, run: TrackedRun) -> None:
-        """See `Tracker.start`."""
         comet_ml = _imported(any(run.options.get(name) for name in AUTOMATIC))
         start, config = self._options_of(comet_ml, run)
         online = start["online"] if start["online"] is not None else comet_ml.get_config("comet.start.online")
         if online is False:
-            _make_folder(config["offline_directory"])
+            # Comet makes the last part of the path, and writes to a temporary folder where another is missing.
+            Path(config["offline_directory"] or ".").mkdir(parents=True, exist_ok=True)
         elif not config.get("disabled") and comet_ml.get_api_key(start.get("api_key"), comet_ml.get_config()) is None:
             raise RuntimeError(
                 "Comet is to record online, and found no API key in COMET_API_KEY or ~/.comet.config. Type `comet login` in a terminal, or "
@@ -123,14 +123,10 @@ class CometML(Service):
         self._run.autolog_parameters_ignore.add(STEP_PARAMETER)
         self._is_online = isinstance(self._run, comet_ml.Experiment)
         if not self._run.alive and not config.get("disabled"):
-            raise RuntimeError(
-                "Comet did not open the experiment, and logged the reason above, as an error of comet_ml."
-            )
+            raise RuntimeError("Comet did not open the experiment, and logged the reason, as an error of comet_ml")
         if run.resumed is not None and online is not False and not isinstance(self._run, comet_ml.ExistingExperiment):
             logger.warning(
-                "Comet knows no earlier part of experiment %s, and this one begins anew. If it was recorded offline, `comet upload` it "
-                "before the run is resumed.",
-                self._run.get_key(),
+                "Comet knows no earlier part of experiment %s: `comet upload` that before.", self._run.get_key()
             )
         if run.config:
             self._store(run.config)
@@ -166,12 +162,9 @@ class CometML(Service):
 
     def log_histograms(self, values: Mapping[str, Bins], step: int, **options: Any) -> None:
         """See `Tracker.log_histograms`; takes options of `log_histogram_3d` and `log_metrics`."""
-        import comet_ml  # type: ignore[import-not-found, import-untyped, unused-ignore]
-
         _, own = self._options_of_record(options)
-        kind: Any = comet_ml.Histogram
         for name, bins in values.items():
-            histogram = kind()
+            histogram = self._module.Histogram()
             middles = [(low + high) / 2 for low, high in zip(bins.edges, bins.edges[1:], strict=False)]
             histogram.add(middles, counts=list(bins.counts))
             self._run.log_histogram_3d(histogram, name=self._names.of(name), step=step, **own)
@@ -244,12 +237,6 @@ def _cut(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _cut(member) for name, member in value.items()}
     return value[:LONGEST_PARAMETER] if isinstance(value, str) else value
-
-
-def _make_folder(folder: str | None) -> None:
-    # Comet makes the last part of the path, and writes to a temporary folder where another is missing.
-    if folder is not None:
-        Path(folder).mkdir(parents=True, exist_ok=True)
 
 
 def _imported(automatic: bool) -> Any:

@@ -61,11 +61,6 @@ class DVCLive(Service):
         dvcyaml: Path | None = None,
         exp_name: str | None = None,
     ) -> None:
-        if dvcyaml is not None and Path(dvcyaml).name != "dvc.yaml":
-            raise ValueError(
-                f"DVCLive(dvcyaml={str(dvcyaml)!r}) is to be a file named dvc.yaml, as DVC looks for it. Type: "
-                f"dvcyaml={str(Path(dvcyaml).with_name('dvc.yaml'))!r}"
-            )
         self.dir = dir
         self.save_dvc_exp = save_dvc_exp
         self.dvcyaml = dvcyaml
@@ -79,7 +74,6 @@ class DVCLive(Service):
         return self.dir is None
 
     def start(self, run: TrackedRun) -> None:
-        """See `Tracker.start`."""
         with process_kept(streams=True):  # which importing DVC wraps a filter for colours around
             from dvclive import Live  # type: ignore[import-not-found, import-untyped, unused-ignore]
             from dvclive.studio import (  # type: ignore[import-not-found, import-untyped, unused-ignore]
@@ -96,11 +90,7 @@ class DVCLive(Service):
         if run.resumed:
             self._series = Series(run.resumed["series"])
             if not Path(options["dir"], "metrics.json").exists():
-                _log.warning(
-                    "DVCLive was to go on with the run of a checkpoint in %s, where there is none: what came before step %d is missing.",
-                    options["dir"],
-                    run.step,
-                )
+                _log.warning("DVCLive goes on in %s, where no run is: what came before is missing.", options["dir"])
         with _repository(is_made=bool(options["save_dvc_exp"] or options.get("cache_images"))):
             self._run = Live(**options)
         if not get_dvc_studio_config(self._run):
@@ -162,7 +152,6 @@ class DVCLive(Service):
         self._run.sync()
 
     def finish(self, failed: bool) -> None:  # noqa: ARG002 - DVC knows no failed experiments
-        """See `Tracker.finish`."""
         self._run.end()
 
     def _options_of_record(self, options: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -38,6 +38,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from accel_core import Bins, Table, TrackedRun, Tracker
 from accel_trackers.png import encode
+from accel_trackers.process_guard import check_options
 
 if TYPE_CHECKING:
     import torch
@@ -77,10 +78,7 @@ class JSONL(Tracker):
         self._directory = run.directory
         self._directory.mkdir(parents=True, exist_ok=True)
         if run.resumed is None and self.tracker.exists():
-            raise FileExistsError(
-                f"A new run was to be recorded in {self._directory}, and {METRICS} of another one is there. Give it another folder, or "
-                f"load a checkpoint of that run to go on with it."
-            )
+            raise FileExistsError(f"{self.tracker} of another run is there: give this one another folder")
         if run.resumed is not None:
             _repair(self.tracker)
         text = json.dumps(_strict(run.config), ensure_ascii=False, indent=2, allow_nan=False) + "\n"
@@ -93,7 +91,7 @@ class JSONL(Tracker):
 
     def log(self, values: Mapping[str, Any], step: int, **options: Any) -> None:
         """Writes a line, with numbers and texts apart."""
-        _refuse(options, "log_kwargs={'jsonl': ...}")
+        _refuse(options)
         texts = {name: value for name, value in values.items() if isinstance(value, str)}
         numbers = {name: value for name, value in values.items() if name not in texts}
         self._record(
@@ -102,7 +100,7 @@ class JSONL(Tracker):
 
     def log_images(self, values: Mapping[str, Sequence[torch.Tensor]], step: int, **options: Any) -> None:
         """Writes a file for each image, and a line that names them."""
-        _refuse(options, "log_kwargs={'jsonl': ...}")
+        _refuse(options)
         self._record(
             step,
             images={
@@ -113,13 +111,13 @@ class JSONL(Tracker):
 
     def log_table(self, name: str, table: Table, step: int, **options: Any) -> None:
         """Writes a line with all of it."""
-        _refuse(options, "log_kwargs={'jsonl': ...}")
+        _refuse(options)
         rows = [[_cell(cell) for cell in row] for row in table.rows]
         self._record(step, tables={name: {"columns": table.columns, "rows": rows}})
 
     def log_histograms(self, values: Mapping[str, Bins], step: int, **options: Any) -> None:
         """Writes a line with counts and edges."""
-        _refuse(options, "log_kwargs={'jsonl': ...}")
+        _refuse(options)
         self._record(step, histograms={name: vars(bins) for name, bins in values.items()})
 
     def finish(self, failed: bool) -> None:  # noqa: ARG002 - every line is written already
@@ -172,10 +170,7 @@ def read(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
             else:
                 records.append(_decoded(content, path.parent))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(
-                f"{path}, line {number} is no record of this format: {line[:100]!r} ({type(error).__name__}: {error}). Take it out, or "
-                f"restore the file."
-            ) from error
+            raise ValueError(f"{path}, line {number} is no record: {line[:100]!r}") from error
     return records
 
 
@@ -242,8 +237,5 @@ def _bins(counts: list[int], edges: list[Any], total: Any, total_of_squares: Any
     return Bins(tuple(counts), tuple(map(_number, edges)), _number(total), _number(total_of_squares), nonfinite)
 
 
-def _refuse(options: Mapping[str, Any], where: str) -> None:
-    if options:
-        raise TypeError(
-            f"jsonl was given {', '.join(map(repr, options))} in {where}, and has no options there. Leave it out."
-        )
+def _refuse(options: Mapping[str, Any], where: str = "log_kwargs={'jsonl': ...}") -> None:
+    check_options(options, (), where, "jsonl")

@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _OPTIONS = ("tracking_uri", "experiment_name", "run_name", "tags", "description", "artifact_location", "flush_secs")
 _OPTIONS_OF_A_RUN = (*_OPTIONS, "run_id", "parent_run_id", "experiment_id", "log_system_metrics")
-_NESTED = " For a nested run: parent_run_id=mlflow.active_run().info.run_id."
-_FOLDER = " The folder is said by Accelerator(project_config=ProjectConfiguration(logging_dir=...)), a server by tracking_uri."
-_HINTS = {"nested": _NESTED, "nested_run": _NESTED, "logging_dir": _FOLDER}  # what to say in place of options of others
 _TELEMETRY = "MLFLOW_DISABLE_TELEMETRY"
 _NAMES = re.compile(r"[^\w\-. /]")  # what names of metrics, parameters and tags cannot have everywhere
 _NAMES_OF_FILES = re.compile(r"[^A-Za-z0-9_\-. /]")
@@ -111,13 +108,6 @@ class MLflow(Service):
         return self.tracking_uri is None and not os.environ.get("MLFLOW_TRACKING_URI")
 
     def start(self, run: TrackedRun) -> None:
-        """See `Tracker.start`.
-
-        Raises:
-            TypeError: for an unknown option.
-            ValueError: if the run that is to go on cannot be found, or belongs to another
-                experiment than the one asked for.
-        """
         options = {name: getattr(self, name) for name in _OPTIONS} | _checked(run.options)
         self.flush_secs = options["flush_secs"]
         mlflow = _quiet_mlflow()
@@ -147,7 +137,6 @@ class MLflow(Service):
         return {"run_id": self._id}
 
     def log(self, values: Mapping[str, Any], step: int, **options: Any) -> None:
-        """See `Tracker.log`."""
         from mlflow.entities import Metric
 
         stamp = self._timestamp(options)
@@ -170,7 +159,6 @@ class MLflow(Service):
                 self._client.log_image(self._id, pixels, key=numbered, step=step, timestamp=stamp, synchronous=True)
 
     def log_table(self, name: str, table: Table, step: int, **options: Any) -> None:
-        """See `Tracker.log_table`."""
         import pandas as pd  # type: ignore[import-untyped, import-not-found, unused-ignore]  # MLflow depends on it
 
         self._timestamp(options)
@@ -179,14 +167,12 @@ class MLflow(Service):
         self._client.log_table(self._id, frame, self._file("tables", name, step, "json"))
 
     def flush(self) -> None:
-        """See `Tracker.flush`."""
         self._sent_at = time.monotonic()
         while self._gathered:
             self._client.log_batch(self._id, metrics=self._gathered[:_METRICS], synchronous=True)
             del self._gathered[:_METRICS]
 
     def finish(self, failed: bool) -> None:
-        """See `Tracker.finish`."""
         self.flush()
         if self._monitor is not None:
             self._monitor.finish()
@@ -217,15 +203,9 @@ class MLflow(Service):
         if by_id is None and by_name is None:
             return
         there = str(self._client.get_run(run_id).info.experiment_id)
-        problem = f"The run {run_id!r} of MLflow is to go on in the experiment"
-        if by_id is not None and str(by_id) != there:
-            raise ValueError(
-                f"{problem} of id {by_id!r}, and it belongs to {there!r}, which MLflow does not change. Leave out experiment_id, or run_id."
-            )
-        if by_name is not None and by_name != (experiment := self._client.get_experiment(there).name):
-            raise ValueError(
-                f"{problem} {by_name!r}, and it belongs to {experiment!r}, which MLflow does not change. Leave out experiment_name, or run_id."
-            )
+        found = there if by_id is not None else self._client.get_experiment(there).name
+        if found != str(by_name if by_id is None else by_id):
+            raise ValueError(f"the run {run_id!r} of MLflow belongs to the experiment {found!r}, and stays there")
 
     def _watch(self, wanted: bool | None) -> None:
         """Has MLflow measure the machine, if that is asked for."""
@@ -256,17 +236,8 @@ class MLflow(Service):
 
     def _go_on(self, run_id: str, options: Mapping[str, Any]) -> Any:
         """The run of MLflow of this id, running again; `options` of the user say where it is."""
-        from mlflow.exceptions import MlflowException
-
-        try:
-            self._check_place(run_id, options)
-            self._client.update_run(run_id, status="RUNNING")
-        except MlflowException as error:
-            raise ValueError(
-                f"The run {run_id!r} of MLflow is to go on, and {self._client.tracking_uri} does not let it: {error.message} Say where it "
-                f"is: init_kwargs={{'mlflow': {{'tracking_uri': ...}}}}, or the same folder of logs as before; "
-                f"or begin a new run: init_trackers(..., resume=False)."
-            ) from error
+        self._check_place(run_id, options)
+        self._client.update_run(run_id, status="RUNNING")
         return self._client.get_run(run_id)
 
     def _store(self, config: Mapping[str, Any]) -> None:
@@ -282,10 +253,7 @@ class MLflow(Service):
         changed = sorted(name for name, value in wanted.items() if there.get(name, value) != value)
         if changed:
             _log.warning(
-                "The run %s goes on with another configuration, and MLflow does not change parameters: the artifact config.json "
-                "has the new values of %s.",
-                self._id,
-                ", ".join(changed),
+                "MLflow does not change parameters: the new values of %s are in config.json.", ", ".join(changed)
             )
 
     def _timestamp(self, options: Mapping[str, Any]) -> int:
@@ -293,9 +261,7 @@ class MLflow(Service):
 
         MLflow drops a value that repeats with its step and time.
         """
-        check_options(
-            options, ["timestamp"], "log_kwargs={'mlflow': ...}", "a record", " It is in milliseconds since 1970."
-        )
+        check_options(options, ["timestamp"], "log_kwargs={'mlflow': ...}", "a record")
         if "timestamp" in options:
             return int(options["timestamp"])
         self._stamp = max(int(time.time() * 1000), self._stamp + 1)
@@ -332,12 +298,7 @@ class MLflow(Service):
 def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a run; that it is not nested says nothing here."""
     given = {name: value for name, value in options.items() if value or name not in {"nested", "nested_run"}}
-    hint = next((hint for name, hint in _HINTS.items() if name in given), "")
-    check_options(given, _OPTIONS_OF_A_RUN, "init_kwargs={'mlflow': ...}", "MLflow", hint)
-    if given.get("experiment_id") and given.get("experiment_name"):
-        raise TypeError(
-            "init_kwargs={'mlflow': ...} has experiment_id and experiment_name, which say the same. Leave one out."
-        )
+    check_options(given, _OPTIONS_OF_A_RUN, "init_kwargs={'mlflow': ...}", "MLflow")
     return given
 
 

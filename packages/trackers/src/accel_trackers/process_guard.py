@@ -18,18 +18,15 @@ HOOKS = ((sys, "excepthook"), (sys, "exit"), (builtins, "__import__"))
 STREAMS = ((sys, "stdout"), (sys, "stderr"))
 
 
-def check_options(given: Collection[str], known: Collection[str], where: str, callee: str, hint: str = "") -> None:
+def check_options(given: Collection[str], known: Collection[str], where: str, callee: str) -> None:
     """Refuses options unknown to a service: TypeError names them, and those that are known.
 
-    `where` is what the user gave them in: "init_kwargs={'wandb': ...}"; `callee` what they go to;
-    `hint` follows the message.
+    `where` is what the user gave them in: "init_kwargs={'wandb': ...}"; `callee` what they go to.
     """
     unknown = sorted(set(given) - set(known))
     if unknown:
-        raise TypeError(
-            f"{where} has {', '.join(map(repr, unknown))}, which {callee} does not have here: expected "
-            f"{', '.join(sorted(known)) or 'nothing'}.{hint}"
-        )
+        found, expected = ", ".join(map(repr, unknown)), ", ".join(sorted(known)) or "nothing"
+        raise TypeError(f"{where} has {found}, which {callee} does not have here: expected {expected}.")
 
 
 def shared_options(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
@@ -26,6 +27,11 @@ class Service(Tracker):
         if find_spec(cls.client) is not None:
             return None
         return f"{cls.client} is not installed. Type: pip install 'accel-trackers[{cls.extra}]'"
+
+    @property
+    def _module(self) -> Any:
+        """The client, which is imported at its first use."""
+        return import_module(self.client)
 
     @property
     def tracker(self) -> Any:

@@ -89,22 +89,14 @@ class SwanLab(Service):
         self._watches: list[Any] = []
 
     def start(self, run: TrackedRun) -> None:
-        """See `Tracker.start`.
-
-        Raises:
-            RuntimeError: if this process has a run of SwanLab already, or no key for online mode.
-            TypeError: for an option that `swanlab.init` does not have.
-        """
-        import swanlab  # type: ignore[import-not-found, import-untyped, unused-ignore]
-
+        swanlab = self._module
         # It takes any keyword, and ignores those that it does not know.
         init = inspect.signature(swanlab.init).parameters.items()
         known = {name for name, one in init if one.kind is one.KEYWORD_ONLY} | _OLDER_NAMES
         check_options(run.options, known, "init_kwargs={'swanlab': ...}", "swanlab.init")
         if swanlab.has_run():
             raise RuntimeError(
-                f"SwanLab has one run per process, and {swanlab.get_run().id!r} is not finished. End it before this one starts: "
-                f"end_training() of the Accelerator that has it, or swanlab.finish()."
+                f"SwanLab has one run per process: end {swanlab.get_run().id!r} before, as by swanlab.finish()"
             )
         settings = swanlab.Settings(
             interactive=False, probe=dict.fromkeys(_PROBES, False), terminal={"proxy_type": "none"}
@@ -121,7 +113,8 @@ class SwanLab(Service):
         if run.resumed:
             options.update(id=run.resumed["id"], resume="must")
         before = set(threading.enumerate())
-        self._run = _started(swanlab.init, {**options, **run.options, "settings": settings})
+        with process_kept():  # without SwanLab's hooks on the end of the process
+            self._run = swanlab.init(**{**options, **run.options, "settings": settings})
         self._watches = [each for each in set(threading.enumerate()) - before if type(each).__name__ == "InotifyFD"]
         if run.resumed:
             self._go_on(run)
@@ -131,15 +124,12 @@ class SwanLab(Service):
         return {"id": self._run.id, "mode": self._run.mode, "series": self._series.state()}
 
     def log(self, values: Mapping[str, Any], step: int, **options: Any) -> None:
-        """See `Tracker.log`."""
         _refuse(options)
-        import swanlab
-
         placed = {}
         for name, value in values.items():
             kind = "number" if isinstance(value, (int, float)) else type(value).__name__.lower()
             kind = "text" if isinstance(value, str) else kind
-            placed[self._place(name, kind, step)] = swanlab.Text(value) if isinstance(value, str) else value
+            placed[self._place(name, kind, step)] = self._module.Text(value) if isinstance(value, str) else value
         self._run.log(placed, step=step)
 
     def records(self, value: object) -> bool:
@@ -149,38 +139,29 @@ class SwanLab(Service):
     def log_images(self, values: Mapping[str, Sequence[torch.Tensor]], step: int, **options: Any) -> None:
         """See `Tracker.log_images`. They are stored as PNG."""
         _refuse(options)
-        import swanlab
-
         placed = {
-            self._place(name, "image", step): [swanlab.Image(image.squeeze(2).numpy()) for image in images]
+            self._place(name, "image", step): [self._module.Image(image.squeeze(2).numpy()) for image in images]
             for name, images in values.items()
         }
         self._run.log(placed, step=step)
 
     def log_table(self, name: str, table: Table, step: int, **options: Any) -> None:
-        """See `Tracker.log_table`."""
         _refuse(options)
-        import swanlab
-
-        chart = swanlab.echarts.Table()
+        chart = self._module.echarts.Table()
         chart.add(list(table.columns), [list(row) for row in table.rows])
-        self._run.log({self._place(name, "echarts", step): swanlab.ECharts(chart)}, step=step)
+        self._run.log({self._place(name, "echarts", step): self._module.ECharts(chart)}, step=step)
 
     def log_histograms(self, values: Mapping[str, Bins], step: int, **options: Any) -> None:
-        """See `Tracker.log_histograms`."""
         _refuse(options)
-        import swanlab
-
         placed = {}
         for name, bins in values.items():
-            chart = swanlab.echarts.Bar()
+            chart = self._module.echarts.Bar()
             chart.add_xaxis([f"{lower} to {upper}" for lower, upper in zip(bins.edges, bins.edges[1:], strict=False)])
             chart.add_yaxis("count", list(bins.counts))
-            placed[self._place(name, "echarts", step)] = swanlab.ECharts(chart)
+            placed[self._place(name, "echarts", step)] = self._module.ECharts(chart)
         self._run.log(placed, step=step)
 
     def finish(self, failed: bool) -> None:
-        """See `Tracker.finish`."""
         self._run.finish(**{"state": "crashed", "error": "The training failed."} if failed else {})
         for each in self._watches:  # over files that are saved with the run: SwanLab stops them only if there were any
             each.stop()
@@ -211,20 +192,7 @@ def _fitting(name: str) -> str:
 
 
 def _refuse(options: Mapping[str, Any]) -> None:
-    """SwanLab's records have no options."""
     check_options(options, (), "log_kwargs={'swanlab': ...}", "a record")
-
-
-def _started(init: Any, options: Mapping[str, Any]) -> Any:
-    """The run. The Accelerator ends it: SwanLab's hooks on the process's end are put back."""
-    try:
-        with process_kept():
-            return init(**options)
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"SwanLab did not start: {error} Type: swanlab login, or choose a mode without its server, as "
-            f"ACCELERATE_SWANLAB__MODE=offline does."
-        ) from error
 
 
 def _spelled(value: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import time
@@ -20,13 +19,6 @@ if TYPE_CHECKING:
 
     from accel_core import Bins, Table, TrackedRun
 
-_NOT_FOR_USERS = {
-    "self",
-    "log_dir",
-    "comment",
-    "purge_step",
-}  # said by the run; a comment has no effect beside a folder
-_FOLDER = "Accelerator(project_config=ProjectConfiguration(logging_dir=...))"
 _MARKUP = str.maketrans({mark: f"&#{ord(mark)};" for mark in "\\`*_[]<>|&~"} | {"\n": "<br>"})
 
 
@@ -59,26 +51,14 @@ class TensorBoard(Service):
     requires_logging_directory = True
 
     def __init__(self, flush_secs: float = 10.0, double_precision: bool = False) -> None:
-        if not flush_secs > 0:
-            raise ValueError(
-                f"TensorBoard(flush_secs={flush_secs!r}): expected a positive number of seconds, such as 10."
-            )
         self.flush_secs = flush_secs
         self.double_precision = double_precision
         self._kinds: dict[str, str] = {}
 
     def start(self, run: TrackedRun) -> None:
-        """See `Tracker.start`.
-
-        Raises:
-            TypeError: for an option that SummaryWriter does not have.
-        """
         from torch.utils.tensorboard import SummaryWriter
 
         assert run.directory is not None
-        known = inspect.signature(SummaryWriter).parameters.keys() - _NOT_FOR_USERS
-        hint = f" The folder is said by {_FOLDER}." if "log_dir" in run.options else ""
-        check_options(run.options, known, "init_kwargs={'tensorboard': ...}", "SummaryWriter", hint)
         if run.resumed:
             self._kinds = dict(run.resumed["kinds"])
             _await_new_name(run.directory)
@@ -93,7 +73,6 @@ class TensorBoard(Service):
         return {"kinds": dict(self._kinds)}
 
     def log(self, values: Mapping[str, Any], step: int, **options: Any) -> None:
-        """See `Tracker.log`."""
         walltime, double = _walltime(options), self.double_precision
         for name, value in values.items():
             if isinstance(value, str):
@@ -113,7 +92,6 @@ class TensorBoard(Service):
         self._run.add_text(name, _markdown(table), step, _walltime(options))
 
     def log_histograms(self, values: Mapping[str, Bins], step: int, **options: Any) -> None:
-        """See `Tracker.log_histograms`."""
         walltime = _walltime(options)
         for name, bins in values.items():
             self._run.add_histogram_raw(
@@ -130,11 +108,9 @@ class TensorBoard(Service):
             )
 
     def flush(self) -> None:
-        """See `Tracker.flush`."""
         self._run.flush()
 
     def finish(self, failed: bool) -> None:  # noqa: ARG002
-        """See `Tracker.finish`."""
         self._run.close()
 
     def _store(self, config: Mapping[str, Any], directory: Path, step: int) -> None:
@@ -152,12 +128,8 @@ class TensorBoard(Service):
 
 
 def _walltime(options: Mapping[str, Any]) -> float | None:
-    """The one option of records."""
-    hint = (
-        " Say it to all trackers at once: log_images(values, dataformats='NHWC')." if "dataformats" in options else ""
-    )
-    hint = f" It is in seconds since 1970.{hint}"
-    check_options(options, ["walltime"], "log_kwargs={'tensorboard': ...}", "a record", hint)
+    """The one option of records, in seconds since 1970."""
+    check_options(options, ["walltime"], "log_kwargs={'tensorboard': ...}", "a record")
     return options.get("walltime")
 
 

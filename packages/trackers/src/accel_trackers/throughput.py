@@ -73,9 +73,7 @@ class Throughput:
         values: what was reported last, by names without the prefix; empty before the first report.
             For progress bars.
 
-    Raises:
-        ValueError: for a number out of range, and if `flops_per_sample` is given for a device whose
-            peak is not known.
+    Raises ValueError if `flops_per_sample` is given for a device whose peak is not known.
     """
 
     def __init__(
@@ -89,7 +87,6 @@ class Throughput:
         warmup: int = 1,
         memory: bool = True,
     ) -> None:
-        _check(every, warmup, flops_per_sample, peak_flops)
         # Weak: an Accelerator that has the meter registered would otherwise keep itself alive.
         self._accelerator: Accelerator = weakref.proxy(accelerator)
         self._shards = accelerator.layout.shard.count
@@ -199,22 +196,3 @@ def _memory(device: torch.device) -> int | None:
     import mmap
 
     return int(_PAGES.read_text(encoding="ascii").split()[1]) * mmap.PAGESIZE
-
-
-def _check(every: int, warmup: int, flops_per_sample: float | None, peak_flops: float | None) -> None:
-    if every < 1:
-        raise ValueError(
-            f"Throughput(every={every}) was given, and reports are at least 1 optimizer step apart. Type every=10."
-        )
-    if warmup < 0:
-        raise ValueError(
-            f"Throughput(warmup={warmup}) was given, and it is a number of optimizer steps. Type warmup=0 for none."
-        )
-    for name, value in (("flops_per_sample", flops_per_sample), ("peak_flops", peak_flops)):
-        if value is not None and not value > 0:
-            raise ValueError(f"Throughput({name}={value}) was given: expected a number of operations above 0, or None.")
-    if peak_flops is not None and flops_per_sample is None:
-        raise ValueError(
-            f"Throughput(peak_flops={peak_flops:g}) was given without flops_per_sample, so there is nothing to compare it with. Give "
-            f"both, or leave it out."
-        )

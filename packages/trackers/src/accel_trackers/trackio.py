@@ -76,7 +76,6 @@ class Trackio(Service):
         self._records = 0
 
     def start(self, run: TrackedRun) -> None:
-        """See `Tracker.start`."""
         trackio = _imported(self._dir)
         project = Names("Trackio", lambda name: short(name, LONGEST_PROJECT)).of(run.project)
         options: dict[str, Any] = {**self._options, "project": project}
@@ -97,41 +96,31 @@ class Trackio(Service):
         return {"name": self._run.name}
 
     def log(self, values: Mapping[str, Any], step: int, **options: Any) -> None:
-        """See `Tracker.log`."""
         self._run.log(dict(values), step=step, **options)
         self._records += 1
 
     def records(self, value: object) -> bool:
         """Whether a value is an image, video, sound, page, table or other type of Trackio."""
-        import trackio  # type: ignore[import-not-found, import-untyped, unused-ignore]
-
         names = ("Image", "Video", "Audio", "Html", "Object3D", "Table", "Trace", "Histogram", "Markdown")
-        return isinstance(value, tuple(getattr(trackio, name) for name in names))
+        return isinstance(value, tuple(getattr(self._module, name) for name in names))
 
     def log_images(self, values: Mapping[str, Sequence[torch.Tensor]], step: int, **options: Any) -> None:
-        """See `Tracker.log_images`."""
-        import trackio  # type: ignore[import-not-found, import-untyped, unused-ignore]
-
         with tempfile.TemporaryDirectory() as folder:
             # As a file, which Trackio copies; of anything else it makes four channels.
             file = Path(folder) / "image.png"
             for name, images in values.items():
                 for image in images:
                     file.write_bytes(encode(image))
-                    self.log({name: trackio.Image(file)}, step, **options)
+                    self.log({name: self._module.Image(file)}, step, **options)
 
     def log_table(self, name: str, table: Table, step: int, **options: Any) -> None:
         """See `Tracker.log_table`. Rows have the names of columns: without rows there are none."""
-        import trackio  # type: ignore[import-not-found, import-untyped, unused-ignore]
-
-        self.log({name: trackio.Table(list(table.columns), [list(row) for row in table.rows])}, step, **options)
+        self.log({name: self._module.Table(list(table.columns), [list(row) for row in table.rows])}, step, **options)
 
     def log_histograms(self, values: Mapping[str, Bins], step: int, **options: Any) -> None:
-        """See `Tracker.log_histograms`."""
-        import trackio  # type: ignore[import-not-found, import-untyped, unused-ignore]
-
         histograms = {
-            name: trackio.Histogram(np_histogram=(list(bins.counts), list(bins.edges))) for name, bins in values.items()
+            name: self._module.Histogram(np_histogram=(list(bins.counts), list(bins.edges)))
+            for name, bins in values.items()
         }
         self.log(histograms, step, **options)
 
@@ -142,18 +131,12 @@ class Trackio(Service):
             time.sleep(0.05)
 
     def finish(self, failed: bool) -> None:  # noqa: ARG002  (Trackio does not tell how a run ended)
-        """See `Tracker.finish`.
-
-        Raises:
-            RuntimeError: if Trackio did not write all records, of which it warns only.
-        """
         with _silent():
             self._run.finish()
         stored = self._stored()
         if stored is not None and stored < self._records:
             raise RuntimeError(
-                f"Trackio was given {self._records} records of run {self._run.name!r}, and {stored} are in its database. It warned of the "
-                f"reason; often the disk is full, or another program writes to the same database."
+                f"of {self._records} records {stored} are in Trackio's database; it warned of the reason"
             )
 
     def _stored(self) -> int | None:
@@ -174,8 +157,8 @@ def _imported(folder: Path | None) -> Any:
         from trackio.utils import TRACKIO_DIR  # type: ignore[import-not-found, import-untyped, unused-ignore]
     if folder is not None and Path(folder).absolute() != Path(TRACKIO_DIR).absolute():
         raise ValueError(
-            f"Trackio(dir={os.fspath(folder)!r}) was asked for, and trackio was imported before with {os.fspath(TRACKIO_DIR)!r}: a program has "
-            f"one folder. Leave dir out, or set TRACKIO_DIR={os.fspath(folder)} in the environment before the program starts."
+            f"Trackio(dir={os.fspath(folder)!r}) was asked for, and a program has one folder, here {os.fspath(TRACKIO_DIR)!r}, since trackio "
+            f"was imported. Set TRACKIO_DIR in the environment before the program starts."
         )
     return trackio
 

@@ -89,10 +89,6 @@ class WandB(Service):
         step_metric: str = "trainer/global_step",
         system_metrics: bool = False,
     ) -> None:
-        if not step_metric:
-            raise ValueError("WandB(step_metric='') is no name for steps. Type one, such as 'trainer/global_step'.")
-        if mode not in (None, "online", "offline", "disabled", "shared"):
-            raise ValueError(f"WandB(mode={mode!r}): expected 'online', 'offline', 'disabled' or 'shared'.")
         self._options = {
             "entity": entity,
             "mode": mode,
@@ -109,9 +105,7 @@ class WandB(Service):
         self._names_of_tables = Names("wandb", _path)
 
     def start(self, run: TrackedRun) -> None:
-        """See `Tracker.start`."""
-        import wandb  # type: ignore[import-not-found, import-untyped, unused-ignore]
-
+        wandb = self._module
         options = self._options_of(run)
         options["settings"] = self._settings_of(wandb, options)
         mode = options["mode"] or (options["settings"].mode if _given(options["settings"], "mode") else None)
@@ -150,43 +144,33 @@ class WandB(Service):
 
     def records(self, value: object) -> bool:
         """Whether a value, or all of a list, is an image, table or other type of wandb."""
-        from wandb.data_types import WBValue  # type: ignore[import-not-found, import-untyped, unused-ignore]
-
-        if isinstance(value, (list, tuple)):
-            return bool(value) and all(isinstance(item, WBValue) for item in value)
-        return isinstance(value, WBValue)
+        values = value if isinstance(value, (list, tuple)) else [value]
+        return bool(values) and all(isinstance(each, self._module.data_types.WBValue) for each in values)
 
     def log_images(self, values: Mapping[str, Sequence[torch.Tensor]], step: int, **options: Any) -> None:
-        """See `Tracker.log_images`."""
-        import wandb  # type: ignore[import-not-found, import-untyped, unused-ignore]
-
         # As a finished image, for wandb guesses from the values of an array whether they are to be scaled.
         images = {
-            self._names_of_images.of(name): [wandb.Image(pillow(image)) for image in group]
+            self._names_of_images.of(name): [self._module.Image(pillow(image)) for image in group]
             for name, group in values.items()
         }
         self.log(images, step, **options)
 
     def log_table(self, name: str, table: Table, step: int, **options: Any) -> None:
-        """See `Tracker.log_table`."""
-        import wandb  # type: ignore[import-not-found, import-untyped, unused-ignore]
-
-        if len(table.rows) > wandb.Table.MAX_ROWS:
+        kind = self._module.Table
+        if len(table.rows) > kind.MAX_ROWS:
             raise RecordRefusedError(
-                f"The table {name!r} has {len(table.rows)} rows, and wandb cuts tables off after {wandb.Table.MAX_ROWS}. Log fewer, or say "
-                f"wandb.Table.MAX_ROWS = {len(table.rows)} before."
+                f"The table {name!r} has {len(table.rows)} rows, and wandb cuts tables off after {kind.MAX_ROWS}. Log fewer, or set "
+                f"wandb.Table.MAX_ROWS before."
             )
         name = self._names_of_tables.of(name)
         rows = [list(row) for row in table.rows]
-        self.log({name: wandb.Table(columns=list(table.columns), data=rows, allow_mixed_types=True)}, step, **options)
+        self.log({name: kind(columns=list(table.columns), data=rows, allow_mixed_types=True)}, step, **options)
 
     def log_histograms(self, values: Mapping[str, Bins], step: int, **options: Any) -> None:
-        """See `Tracker.log_histograms`."""
         import numpy as np  # type: ignore[import-not-found, import-untyped, unused-ignore]
-        import wandb  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
         histograms = {
-            name: wandb.Histogram(np_histogram=(np.array(bins.counts), np.array(bins.edges)))
+            name: self._module.Histogram(np_histogram=(np.array(bins.counts), np.array(bins.edges)))
             for name, bins in values.items()
         }
         self.log(histograms, step, **options)
@@ -202,7 +186,6 @@ class WandB(Service):
             now = file.stat().st_size if file.exists() else -1
 
     def finish(self, failed: bool) -> None:
-        """See `Tracker.finish`."""
         self._run.finish(exit_code=int(failed))
 
     def _options_of(self, run: TrackedRun) -> dict[str, Any]:

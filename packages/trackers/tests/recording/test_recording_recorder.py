@@ -12,7 +12,7 @@ import torch.distributed as dist
 from trackers_for_tests import Listing, Older, Wrong, begun, opened_at_the_end, said
 
 from accel_core import Accelerator, Histogram, Tracker, TrackingKwargs
-from accel_trackers.recording import histograms
+from accel_trackers.recording import record
 
 # --- histograms -----------------------------------------------------------------------------------------------------------
 
@@ -20,14 +20,14 @@ from accel_trackers.recording import histograms
 def test_a_histogram_that_cannot_be_counted_costs_no_tracker_and_no_other_value(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    counted = histograms.count
+    counted = record.count
 
     def out_of_memory(values: torch.Tensor, bins: int) -> Any:
         if values.numel() == 4:
             raise MemoryError("no memory left")
         return counted(values, bins)
 
-    monkeypatch.setattr(histograms, "count", out_of_memory)
+    monkeypatch.setattr(record, "count", out_of_memory)
     trackers = [Listing("a"), Listing("b"), Older()]
     accelerator = begun(*trackers)
     odd = Histogram(torch.ones(4))
@@ -42,9 +42,9 @@ def test_a_histogram_that_cannot_be_counted_costs_no_tracker_and_no_other_value(
         assert tracker.logged() == [({"loss": 1.0}, 0), ({"loss": 2.0}, 1)]
         assert [[*call[1]] for call in tracker.calls if call[0] == "histograms"] == [["even"]]
         for name in ("odd", "deep/odd"):
-            start = f"The tracker {tracker.name!r} leaves out the value {name!r}, which is a Histogram that cannot be counted"
+            start = f"The tracker {tracker.name!r} leaves out the value {name!r}: a Histogram, which cannot be counted"
             assert start in text
-    assert "that cannot be counted: MemoryError: no memory left" in text
+    assert "which cannot be counted: MemoryError: no memory left" in text
     assert "switched off" not in text
     assert trackers[2].seen[:2] == [("log", {"loss": 1.0}, 0), ("log", {"loss": 2.0}, 1)]
 
@@ -265,7 +265,7 @@ def test_objects_are_taken_by_older_trackers_and_by_those_that_say_so() -> None:
     assert choosy.logged() == [({"event": event, "none": None}, 0)]
     assert text.count("The tracker 'listing' leaves out the value") == 3
     assert (
-        "The tracker 'choosy' leaves out the value 'small', which is a torch.Tensor of shape (2,): numbers, texts and"
+        "The tracker 'choosy' leaves out the value 'small': torch.Tensor of shape (2,). Log numbers, texts, Histogram(...), or"
         in text
     )
 

@@ -13,17 +13,11 @@ class Blank(GeneralTracker):
     Each attribute can be called, and gives a blank. It is false, empty, and a context manager.
     """
 
-    name = "blank"
     requires_logging_directory = False
 
-    def __init__(self, name: str = "blank") -> None:
+    def __init__(self, name: str) -> None:
         super().__init__(_blank=True)
         self.name = name
-
-    @property
-    def tracker(self) -> Blank:
-        """A blank, too."""
-        return self
 
     def __call__(self, *_: Any, **__: Any) -> Blank:
         """Does nothing, whatever is given."""
@@ -38,13 +32,10 @@ class Blank(GeneralTracker):
 
     def __exit__(self, *_: object) -> None: ...
 
+    def __setitem__(self, _: object, __: object) -> None: ...
+
     def __len__(self) -> int:
         return 0
 
     def __iter__(self) -> Any:
         return iter(())
-
-    def __setitem__(self, _: object, __: object) -> None: ...
-
-    def __repr__(self) -> str:
-        return f"<nothing in place of the tracker {self.name!r}>"

@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +15,6 @@ from weakref import ref
 from accel_core.api.tracker import end_worlds, fatal_error
 
 if TYPE_CHECKING:
-    from accel_core import TrackingKwargs
     from accel_trackers.recording.recorder import Recorder
 
 _QUIET = 5.0  # seconds of waiting at the end, before it is said what for
@@ -29,21 +27,16 @@ def finish(recorders: Sequence[Recorder], timeout: float, *, failed: bool) -> No
     """Has all of them closed, and waits for that."""
     for each in recorders:
         each.finish(failed)
-    now = time.monotonic()
+    quiet, deadline = time.monotonic() + min(_QUIET, timeout), time.monotonic() + timeout
     for each in recorders:
-        thread = each.thread
-        if not thread.wait(min(left(now + timeout), left(now + _QUIET))):
-            logger.warning(
-                "Waiting for the tracker %r to record what is pending, for %g s at most.", each.name, timeout
-            )
-            if not thread.wait(left(now + timeout)):
-                thread.give_up(
-                    f"at the end {thread.pending} records were not done within {timeout:g} s, and may be lost"
-                )
-        thread.join(left(now + timeout))
+        if not each.wait(left(quiet)):
+            logger.warning("Waiting for the tracker %r to record the rest, for %g s at most.", each.name, timeout)
+            if not each.wait(left(deadline)):
+                each.give_up(f"at the end {each.pending} records were not done within {timeout:g} s, and may be lost")
+        each.join(left(deadline))
 
 
-def finish_at_exit(references: Sequence[ref[Recorder]], rules: TrackingKwargs, process: int) -> None:
+def finish_at_exit(references: Sequence[ref[Recorder]], timeout: float, process: int) -> None:
     """At the end of a program that did not call `end_training`."""
     if os.getpid() != process:
         return  # forked from the one that records, whose threads are not here
@@ -57,9 +50,9 @@ def finish_at_exit(references: Sequence[ref[Recorder]], rules: TrackingKwargs, p
             failed = True
             raise
         finally:
-            finish(recorders, min(rules.finish_timeout, _HURRY) if failed else rules.finish_timeout, failed=failed)
-            for text in (text for each in recorders for text in each.thread.untold()):
-                logger.warning("%s", text)
+            finish(recorders, min(timeout, _HURRY) if failed else timeout, failed=failed)
+            for each in recorders:
+                each.abandon()
 
 
 def let_go(recorders: Sequence[Recorder], process: int) -> None:
@@ -69,7 +62,7 @@ def let_go(recorders: Sequence[Recorder], process: int) -> None:
     """
     if os.getpid() == process:
         for each in recorders:
-            each.thread.abandon()
+            each.abandon()
             each.finish(failed=False)
 
 
@@ -89,9 +82,6 @@ def left(deadline: float) -> float:
 @contextmanager
 def _ends_already() -> Iterator[None]:
     """Ignores SIGTERM while this rank ends: launchers send it to other ranks when one fails."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     # Not SIG_IGN, which processes that are started now would inherit.
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     try:

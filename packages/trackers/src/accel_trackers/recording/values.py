@@ -1,14 +1,19 @@
-"""Single values: plain numbers and texts, tensors copied to the host, and words for all others.
+"""Values and configurations made plain, and tensors copied to the host.
 
 numpy's objects are known by `__array__`: numpy is used only if the program has imported it.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import numbers
 import sys
 import time
+from argparse import Namespace
+from collections.abc import Mapping
 from enum import Enum
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,7 +21,8 @@ import torch
 PLAIN = frozenset({int, float, bool, str})
 """The types that are kept as they are."""
 
-_SHORTEST, _LONGEST = 0.0005, 0.01  # seconds between two looks at an event
+_MOST_ELEMENTS, _MOST_CHARACTERS = 64, 2000  # of a tensor, or of the text for an object, in a configuration
+_PAUSE = 0.001  # seconds between two looks at an event
 
 
 def plain_value(value: Any) -> Any:
@@ -43,6 +49,53 @@ def plain_value(value: Any) -> Any:
     return value
 
 
+def readable_config(config: object) -> dict[str, Any]:
+    """A configuration as JSON has it: a dict with texts as keys, of plain values, lists and dicts.
+
+    Mappings, dataclasses, named tuples, namespaces and models of pydantic become dicts, as do the
+    attributes of any other object that is the whole of the configuration; small tensors and arrays
+    become lists. Other objects, and integers beyond 64 bits, become texts by `str`.
+    """
+    found = _data(config)
+    if isinstance(found, str) and not isinstance(config, (str, type)) and hasattr(config, "__dict__"):
+        found = _data({name: each for name, each in vars(config).items() if not str(name).startswith("_")}) or found
+    return found if isinstance(found, dict) else {} if config is None else {"config": found}
+
+
+def _data(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return _data(value.value)
+    if isinstance(value, numbers.Integral) and not fits(int(value)):
+        return str(int(value))  # a seed needs all its digits
+    # Not of other tensors: where one lies on several ranks, this would be a collective.
+    is_whole = type(value) in {torch.Tensor, torch.nn.Parameter} or (is_array(value) and hasattr(value, "tolist"))
+    if is_whole and math.prod(value.shape) <= _MOST_ELEMENTS:
+        return _data(value.tolist())
+    value = plain_value(value)
+    if value is None or type(value) in PLAIN:
+        return value
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(_data, value), key=str)
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_asdict"):
+        return [_data(each) for each in value]
+    if (fields := _fields(value)) is not None:
+        return {clean(str(_data(name))): _data(each) for name, each in fields.items()}
+    return clean(str(value)[:_MOST_CHARACTERS])
+
+
+def _fields(value: Any) -> Mapping[Any, Any] | None:
+    """Names and values of what has fields."""
+    if isinstance(value, Mapping):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+    if isinstance(value, (Namespace, SimpleNamespace)):
+        return vars(value)
+    if isinstance(value, tuple):
+        return value._asdict()  # type: ignore[attr-defined, no-any-return]  # a named tuple
+    return value.model_dump(warnings=False) if hasattr(value, "model_dump") else None
+
+
 def clean(text: str) -> str:
     """A text that every file can hold: lone surrogates, as in paths, are spelled out."""
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode("utf-8")
@@ -66,16 +119,15 @@ def as_array(value: Any) -> Any:
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """A whole local tensor, detached: the given one, or this rank's copy. No collective.
 
-    Raises:
-        ValueError: if it lies on several ranks: one rank alone would wait for ever to read it.
+    Raises ValueError if it lies on several ranks: one rank alone would wait for ever to read it.
     """
     placements = getattr(tensor, "placements", None)
     if placements is None or not hasattr(tensor, "to_local"):
         return tensor.detach()
     if not all(each.is_replicate() for each in placements):
         raise ValueError(
-            f"{describe(tensor)} with the placements {tuple(placements)} lies on several ranks, and bringing it together is a collective. "
-            f"Take value.full_tensor() on every rank, or value.to_local() for this rank's part"
+            f"{describe(tensor)} with the placements {tuple(placements)} lies on several ranks. Log value.full_tensor(), taken on every "
+            f"rank, or value.to_local() for this rank's part"
         )
     with torch.no_grad():
         return tensor.to_local()  # type: ignore[no-any-return]  # a DTensor, whose module is not imported for this
@@ -87,24 +139,21 @@ class HostCopy:
     def __init__(self, tensor: torch.Tensor) -> None:
         self.elements = tensor.numel()
         self._event: torch.Event | None = None
-        with torch.no_grad():
-            if tensor.is_cpu:
-                self._host = tensor.clone(memory_format=torch.contiguous_format)
-                return
-            try:
-                self._host = tensor.to("cpu", non_blocking=True)
-                event = torch.Event(tensor.device)
-                event.record(torch.accelerator.current_stream(tensor.device))
-                self._event = event
-            except (RuntimeError, ValueError):  # no pinned memory, no events, or not the accelerator of torch
-                self._host = tensor.to("cpu")
+        if tensor.is_cpu:
+            self._host = tensor.detach().clone(memory_format=torch.contiguous_format)
+            return
+        try:
+            self._host = tensor.detach().to("cpu", non_blocking=True)
+            event = torch.Event(tensor.device)
+            event.record(torch.accelerator.current_stream(tensor.device))
+            self._event = event
+        except (RuntimeError, ValueError):  # no pinned memory, no events, or not the accelerator of torch
+            self._host = tensor.detach().to("cpu")
 
     def wait(self) -> torch.Tensor:
         """The complete copy. Polls, because waiting for an event would keep a processor busy."""
-        pause = _SHORTEST
         while self._event is not None and not self._event.query():
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST)
+            time.sleep(_PAUSE)
         self._event = None
         return self._host
 
@@ -118,10 +167,7 @@ def said(error: BaseException) -> str:
 
 
 def describe(value: Any) -> str:
-    """A value in a few words, for messages: "a torch.Tensor of shape (3, 4)", "a list"."""
-    if value is None:
-        return "None"
+    """A value in a few words, for messages: "torch.Tensor of shape (3, 4)", "list"."""
     kind, shape = type(value), getattr(value, "shape", None)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-    size = f" of shape {tuple(shape)}" if isinstance(shape, tuple) else ""
-    return f"{'an' if name[:1] in 'AEIOUaeiou' else 'a'} {name}{size}"
+    return f"{name} of shape {tuple(shape)}" if isinstance(shape, tuple) else name
