@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from accel_big_model import StrategyEstimate, estimate_memory, init_empty_weights
 from accel_big_model.estimate.activations import ActivationsUnknownError, trace
@@ -144,6 +145,39 @@ class TestActivations:
         estimate_memory(model, batch=x, dtypes=["bf16-true"])
         assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
         assert all(each.grad is None and not each._post_accumulate_grad_hooks for each in model.parameters())
+
+    def test_what_a_forward_keeps_in_attributes_stays_out_of_the_model(self):
+        class Caches(nn.Linear):
+            cache = None
+
+            def forward(self, x):
+                self.cache = super().forward(x)
+                return self.cache
+
+        model = Caches(4, 4).eval()
+        assert row(model, "single", batch=torch.ones(1, 4)).complete
+        assert model.cache is None
+        assert not model.training
+
+    def test_checkpointed_blocks_are_computed_again(self):
+        class Checkpointed(nn.Module):
+            def __init__(self, checkpoints):
+                super().__init__()
+                self.checkpoints = checkpoints
+                self.blocks = nn.ModuleList(
+                    nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)) for _ in range(8)
+                )
+
+            def forward(self, x):
+                for block in self.blocks:
+                    x = checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x)
+                return x
+
+        whole, again = (
+            trace(model, torch.empty(1024, 8), shape_of_model(model), FP32).peak
+            for model in (Checkpointed(checkpoints=False), Checkpointed(checkpoints=True))
+        )
+        assert again < whole / 4
 
     def test_a_forward_that_looks_at_values_says_that_activations_are_unknown(self):
         class Looks(nn.Linear):
@@ -295,9 +329,17 @@ class TestStrategies:
         estimate = estimate_memory(stack(), dtypes=["fp16-true"], strategies=["zero2", "ddp"])
         assert [each.strategy for each in estimate.rows] == ["ddp"]
         assert "refuses" in estimate.assumptions["zero2 in fp16-true"]
+        estimate = estimate_memory(stack(), dtypes=["fp32"], strategies=["ddp"], world_size=1)
+        assert "several processes" in estimate.assumptions["ddp in fp32"]
         estimate = estimate_memory(stack(), dtypes=["fp32"], strategies=["zero1"], optimizer="adafactor")
         assert not estimate.rows
         assert "flat parts" in estimate.assumptions["zero1 in fp32"]
+
+    def test_a_model_may_be_given_by_its_text(self, tmp_path):
+        save_file(stack().state_dict(), tmp_path / "model.safetensors")
+        for model in (tmp_path, str(tmp_path), f"{__name__}:stack"):
+            estimate = estimate_memory(model, dtypes=["fp32"], strategies=["single"])
+            assert (estimate.model, estimate.rows[0].weights) == (str(model), 4 * LAYER)
 
     def test_integers_are_of_weights_alone(self):
         estimate = estimate_memory(stack(), dtypes=["int4"])

@@ -8,6 +8,7 @@ takes inside of itself (workspaces of convolutions, of matrix products) is not.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -88,10 +89,10 @@ def trace(
     loss: Callable[[Any], torch.Tensor] = default_loss,
     gathered: bool = False,
 ) -> Timeline:
-    """Runs a forward and a backward without memory. The model is not changed.
+    """Runs a forward and a backward without memory, of a copy that shares the model's tensors.
 
     Args:
-        model: of any device.
+        model: of any device. It runs as in training.
         batch: as the model takes it: a tensor, a tuple of positional or a dictionary of named
             arguments. Only shapes and dtypes count.
         shape: of the model.
@@ -107,7 +108,7 @@ def trace(
     if gathered and precision.compute is not None:
         dtypes |= {each.name: precision.compute for each in shape.parameters if each.autocast}
     try:
-        return _run(model, batch, dtypes, precision.compute, loss)
+        return _run(_copied(model), batch, dtypes, precision.compute, loss)
     except ActivationsUnknownError:
         raise
     except Exception as error:
@@ -115,6 +116,12 @@ def trace(
         raise ActivationsUnknownError(
             f"its forward does not run without memory: {type(error).__name__}: {first}"
         ) from error
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """A copy for what a forward keeps in attributes: caches of fake tensors."""
+    tensors = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, {id(each): each for each in tensors}).train()
 
 
 def _run(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from accel_big_model.estimate.optimizers import OptimizerMaker, check_optimizer
 from accel_big_model.estimate.precisions import Precision, read_precision
 from accel_big_model.estimate.result import MemoryEstimate, StrategyEstimate
 from accel_big_model.estimate.shapes import ModelShape, shape_of_model
+from accel_big_model.estimate.sources import open_model
 from accel_big_model.estimate.strategies import FORMULAS, STRATEGIES, Facts, replicated
 from accel_big_model.estimate.zero import zero
 from accel_big_model.sizes import convert_file_size_to_int
@@ -24,13 +26,14 @@ DEVICES = ("accelerator", "cpu")
 _ALWAYS = {
     "activations": "all storages that are alive in a forward and backward without memory, fused attention, temporary results; what "
     "kernels take inside of themselves, and what the allocator and libraries keep, is not in",
-    "optimizer": "state and need of a second step, tried without memory on the shapes that a rank steps",
+    "optimizer": "state and need of a second step, tried without memory on the shapes that a rank steps; whether an engine "
+    "takes it is not asked",
     "batch": "a batch itself, and what a loader holds, is not in; windows of accumulation change nothing but under no_sync",
 }
 
 
 def estimate_memory(
-    model: nn.Module | ModelShape,
+    model: nn.Module | ModelShape | str | Path,
     *,
     batch: Any = None,
     dtypes: Sequence[str] = ("fp32", "bf16"),
@@ -49,7 +52,8 @@ def estimate_memory(
 
     Args:
         model: of any device; built in `init_empty_weights()`, for one that does not fit here. Or
-            the shapes of its files: then activations are unknown.
+            what `accel estimate-memory` takes: a folder, a config.json, "module:callable", a name
+            on the hub.
         batch: what the model takes on one rank: a tensor, a tuple of positional or a dictionary of
             named arguments, on any device; only shapes and dtypes count. None: activations are
             unknown.
@@ -66,13 +70,17 @@ def estimate_memory(
         name: how the model is called; None: by its class.
 
     Raises:
-        ValueError: for an unknown name, a number below 1, a world that `tensor_parallel` does not
+        NotInstalledError: the model is a configuration, and transformers is not installed.
+        ValueError: for a text that is no model, an unknown name, a number below 1, a world that `tensor_parallel` does not
             divide, or an optimizer that cannot be tried.
     """
     precisions = [read_precision(each) for each in dtypes]
     _check(strategies, world_size, tensor_parallel, device)
     check_optimizer(optimizer)
     limit = convert_file_size_to_int(memory)
+    if isinstance(model, (str, Path)):
+        name = str(model) if name is None else name
+        model = open_model(str(model))
     shape = model if isinstance(model, ModelShape) else shape_of_model(model)
     rows, assumptions = list[StrategyEstimate](), dict(_ALWAYS)
     for precision in precisions:
@@ -84,7 +92,7 @@ def estimate_memory(
         if reason:
             assumptions[f"activations in {precision.name}"] = f"unknown: {reason}"
         for strategy in strategies:
-            refused = _refusal(strategy, precision, optimizer)
+            refused = _refusal(strategy, facts)
             if refused:
                 assumptions[f"{strategy} in {precision.name}"] = f"left out: {refused}"
             else:
@@ -146,10 +154,12 @@ def _timelines(
     return timeline, gathered, None
 
 
-def _refusal(strategy: str, precision: Precision, optimizer: str | OptimizerMaker) -> str | None:
-    if strategy.startswith("zero") and precision.param is torch.float16:
+def _refusal(strategy: str, facts: Facts) -> str | None:
+    if strategy == "ddp" and facts.ranks == 1:
+        return "it needs several processes"
+    if strategy.startswith("zero") and facts.dtype is torch.float16:
         return "accel-deepspeed refuses parameters in float16"
-    if strategy.startswith("zero") and optimizer in ("adafactor", torch.optim.Adafactor):
+    if strategy.startswith("zero") and facts.optimizer in ("adafactor", torch.optim.Adafactor):
         return "it looks at more than one element at a time, and ZeRO steps flat parts"
     return None
 
