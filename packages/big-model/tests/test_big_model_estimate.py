@@ -366,7 +366,7 @@ class TestCommand:
         status, text, _ = command(capsys, f"{__name__}:tower", *words, *batch)
         assert status == 0
         lines = text.splitlines()
-        assert lines[0].startswith(f"{__name__}:tower: 26240 parameters; sgd")
+        assert lines[0].startswith(f"{__name__}:tower: 26240 parameters; sgd; batch of a rank: int64[2, 8]")
         assert lines[2].split()[:2] == ["dtype", "strategy"]
         assert [line.split()[1] for line in lines[3:5]] == ["single", "ddp"]
         assert lines[3].endswith("1 × 1 MiB: yes")

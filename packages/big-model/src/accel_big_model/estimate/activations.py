@@ -3,7 +3,8 @@
 The model runs on fake tensors: they have a device and shapes, and no data. The device is called
 "cpu", so that attention is the fused one, as on accelerators. Every storage is counted from its
 first operation until it is freed, so temporary results of the backward are in, and what one kernel
-takes inside of itself (workspaces of convolutions, of matrix products) is not.
+takes inside of itself (workspaces of convolutions, of matrix products) is not. Autocast casts what it
+casts on CPUs.
 """
 
 from __future__ import annotations

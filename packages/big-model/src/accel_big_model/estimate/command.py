@@ -9,8 +9,12 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from accel_big_model.estimate.estimating import BATCH, estimate_memory
+from accel_big_model.estimate.inputs import batch_of, read_input
 from accel_big_model.estimate.optimizers import OPTIMIZERS
 from accel_big_model.estimate.precisions import PRECISIONS
+from accel_big_model.estimate.shapes import ModelShape
+from accel_big_model.estimate.sources import open_model, working_directory
 from accel_big_model.estimate.strategies import STRATEGIES
 from accel_core import NotInstalledError
 from accel_core.api.launcher import format_table
@@ -60,11 +64,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _estimated(given: argparse.Namespace) -> MemoryEstimate:
-    from accel_big_model.estimate.estimating import estimate_memory
-    from accel_big_model.estimate.inputs import batch_of, read_input
-    from accel_big_model.estimate.shapes import ModelShape
-    from accel_big_model.estimate.sources import open_model, working_directory
-
     for name in ("batch", "sequence"):
         if getattr(given, name) is not None and getattr(given, name) < 1:
             raise ValueError(f"--{name} {getattr(given, name)}: expected a number of at least 1.")
@@ -114,7 +113,7 @@ def as_json(estimate: MemoryEstimate) -> dict[str, Any]:
 def as_text(estimate: MemoryEstimate) -> str:
     """A table, and below it what its reader has to know."""
     trained = "" if estimate.trained == estimate.parameters else f", {_count(estimate.trained)} trained"
-    title = f"{estimate.model}: {_count(estimate.parameters)} parameters{trained}; {estimate.optimizer}; bytes per rank"
+    title = f"{estimate.model}: {_count(estimate.parameters)} parameters{trained}; {estimate.optimizer}; {BATCH}: {estimate.assumptions[BATCH]}"
     table = format_table(_HEADER, [_cells(row, estimate.memory) for row in estimate.rows])
     notes = [f"{row.strategy}, {row.dtype}: {note}" for row in estimate.rows for note in row.notes]
     notes += [f"{what}: {text}" for what, text in estimate.assumptions.items() if " in " in what]

@@ -19,16 +19,17 @@ from accel_big_model.estimate.sources import open_model
 from accel_big_model.estimate.strategies import FORMULAS, STRATEGIES, Facts, replicated
 from accel_big_model.estimate.zero import zero
 from accel_big_model.sizes import convert_file_size_to_int
-from accel_core.api.component import nearest
+from accel_core.api.component import flatten, nearest
 
 DEVICES = ("accelerator", "cpu")
+BATCH = "batch of a rank"
 
 _ALWAYS = {
     "activations": "all storages that are alive in a forward and backward without memory, fused attention, temporary results; what "
     "kernels take inside of themselves, and what the allocator and libraries keep, is not in",
     "optimizer": "state and need of a second step, tried without memory on the shapes that a rank steps; whether an engine "
     "takes it is not asked",
-    "batch": "a batch itself, and what a loader holds, is not in; windows of accumulation change nothing but under no_sync",
+    "not in": "the batch itself, and what a loader holds; gradients that no_sync() holds back",
 }
 
 
@@ -82,12 +83,13 @@ def estimate_memory(
         name = str(model) if name is None else name
         model = open_model(str(model))
     shape = model if isinstance(model, ModelShape) else shape_of_model(model)
-    rows, assumptions = list[StrategyEstimate](), dict(_ALWAYS)
+    rows, assumptions = list[StrategyEstimate](), {BATCH: _described(batch), **_ALWAYS}
     for precision in precisions:
         if precision.param is None:
             rows.append(_weights_only(shape, precision))
             continue
-        timeline, gathered, reason = _timelines(model, batch, shape, precision, loss)
+        gathers = precision.compute is not None and bool({"fsdp", "tensor"}.intersection(strategies))
+        timeline, gathered, reason = _timelines(model, batch, shape, precision, loss, gathers)
         facts = Facts(shape, precision, timeline, gathered, optimizer, world_size, tensor_parallel, device != "cpu")
         if reason:
             assumptions[f"activations in {precision.name}"] = f"unknown: {reason}"
@@ -107,6 +109,13 @@ def estimate_memory(
         tuple(rows),
         {**assumptions, **{each: FORMULAS[each] for each in strategies}},
     )
+
+
+def _described(batch: Any) -> str:
+    """The dtypes and shapes of a batch."""
+    tensors = [each for each in flatten(batch)[0] if isinstance(each, torch.Tensor)]
+    shapes = [f"{str(each.dtype).removeprefix('torch.')}{list(each.shape)}" for each in tensors]
+    return ", ".join(shapes) or "unknown"
 
 
 def _check(strategies: Sequence[str], world_size: int, tensor_parallel: int, device: str) -> None:
@@ -139,6 +148,7 @@ def _timelines(
     shape: ModelShape,
     precision: Precision,
     loss: Callable[[Any], torch.Tensor],
+    gathers: bool,
 ) -> tuple[Timeline, Timeline, str | None]:
     """What a rank with all weights runs, and one that gathers them; the reason if nobody knows."""
     unknown = Timeline.unknown(shape)
@@ -148,7 +158,7 @@ def _timelines(
         return unknown, unknown, "no batch was given, and the model does not tell what it takes"
     try:
         timeline = trace(model, batch, shape, precision, loss)
-        gathered = trace(model, batch, shape, precision, loss, gathered=True) if precision.compute else timeline
+        gathered = trace(model, batch, shape, precision, loss, gathered=True) if gathers else timeline
     except ActivationsUnknownError as error:
         return unknown, unknown, str(error)
     return timeline, gathered, None
