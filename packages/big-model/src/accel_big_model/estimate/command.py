@@ -113,7 +113,8 @@ def as_json(estimate: MemoryEstimate) -> dict[str, Any]:
 def as_text(estimate: MemoryEstimate) -> str:
     """A table, and below it what its reader has to know."""
     trained = "" if estimate.trained == estimate.parameters else f", {_count(estimate.trained)} trained"
-    title = f"{estimate.model}: {_count(estimate.parameters)} parameters{trained}; {estimate.optimizer}; {BATCH}: {estimate.assumptions[BATCH]}"
+    title = f"{estimate.model}: {_count(estimate.parameters)} parameters{trained}; {estimate.optimizer}"
+    title += f"; {BATCH}: {estimate.assumptions[BATCH]}"
     table = format_table(_HEADER, [_cells(row, estimate.memory) for row in estimate.rows])
     notes = [f"{row.strategy}, {row.dtype}: {note}" for row in estimate.rows for note in row.notes]
     notes += [f"{what}: {text}" for what, text in estimate.assumptions.items() if " in " in what]

@@ -72,8 +72,8 @@ def estimate_memory(
 
     Raises:
         NotInstalledError: the model is a configuration, and transformers is not installed.
-        ValueError: for a text that is no model, an unknown name, a number below 1, a world that `tensor_parallel` does not
-            divide, or an optimizer that cannot be tried.
+        ValueError: for a text that is no model, an unknown name, a number below 1, a world that
+            `tensor_parallel` does not divide, or an optimizer that cannot be tried.
     """
     precisions = [read_precision(each) for each in dtypes]
     _check(strategies, world_size, tensor_parallel, device)
@@ -93,12 +93,9 @@ def estimate_memory(
         facts = Facts(shape, precision, timeline, gathered, optimizer, world_size, tensor_parallel, device != "cpu")
         if reason:
             assumptions[f"activations in {precision.name}"] = f"unknown: {reason}"
-        for strategy in strategies:
-            refused = _refusal(strategy, facts)
-            if refused:
-                assumptions[f"{strategy} in {precision.name}"] = f"left out: {refused}"
-            else:
-                rows.append(_row(strategy, facts))
+        refused = {each: why for each in strategies if (why := _refusal(each, facts))}
+        assumptions |= {f"{each} in {precision.name}": f"left out: {why}" for each, why in refused.items()}
+        rows += [_row(each, facts) for each in strategies if each not in refused]
     return MemoryEstimate(
         name or type(model).__name__,
         shape.numel,
