@@ -12,6 +12,7 @@ Read in this order:
     weights, offloaded_parameter        where they are meanwhile, and what stands for them
     model_hooks     hooks that move or cast all weights of a module
     module_tensors  the tensors of a model by name
+    estimate        memory that training takes, by dtype and strategy; a room of its own
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from accel_big_model.dispatch import (
     disk_offload,
     dispatch_model,
 )
+from accel_big_model.estimate.estimating import estimate_memory
+from accel_big_model.estimate.result import MemoryEstimate, StrategyEstimate
 from accel_big_model.hooks import (
     ModelHook,
     SequentialHook,
@@ -69,10 +72,12 @@ __all__ = [
     "AlignDevicesHook",
     "CpuOffload",
     "LayerwiseCastingHook",
+    "MemoryEstimate",
     "ModelHook",
     "OffloadedWeightsLoader",
     "PrefixedDataset",
     "SequentialHook",
+    "StrategyEstimate",
     "UserCpuOffloadHook",
     "add_hook_to_module",
     "align_module_device",
@@ -90,6 +95,7 @@ __all__ = [
     "disk_offload",
     "dispatch_model",
     "dtype_byte_size",
+    "estimate_memory",
     "extract_submodules_state_dict",
     "find_tied_parameters",
     "get_balanced_memory",

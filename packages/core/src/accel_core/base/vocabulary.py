@@ -39,7 +39,11 @@ KNOWN_PROVIDERS: Mapping[str, Mapping[str, str | None]] = MappingProxyType(
         "accel.importers": {"deepspeed": "accel-deepspeed"},
         "accel.recorders": {"background": "accel-trackers"},
         "accel.diagnostics": {"nonfinite": "accel-diagnostics"},
-        "accel.commands": {"checkpoint": "accel-checkpoint", "deepspeed": "accel-deepspeed"},
+        "accel.commands": {
+            "checkpoint": "accel-checkpoint",
+            "deepspeed": "accel-deepspeed",
+            "estimate-memory": "accel-big-model",
+        },
     }
 )
 """Which distribution to install for a name that nothing installed offers: entry-point group → name → distribution.

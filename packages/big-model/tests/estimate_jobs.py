@@ -1,0 +1,124 @@
+"""Models, and training steps of them whose peak of memory is measured, for the tests of the estimate."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from accel_core import Accelerator
+
+_MMAP_THRESHOLD = -3  # a parameter of glibc's `mallopt`
+
+
+def leave_no_gaps():
+    """Returns blocks of 64 KiB and more when they are freed: what is in a gap of the heap would not be seen."""
+    ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 1 << 16)
+
+
+class Convolutions(nn.Module):
+    """Convolutions as in networks for pictures, with norms and residual connections."""
+
+    def __init__(self, width=384, blocks=6):
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 3, padding=1)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU())
+            for _ in range(blocks)
+        )
+        self.head = nn.Linear(width, 100)
+
+    def forward(self, x):
+        x = functional.max_pool2d(self.stem(x), 2)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x.mean((2, 3)))
+
+
+def mlp(width=1792, layers=6):
+    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(layers)))
+
+
+def llama(hidden=640, layers=4):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        vocab_size=4000,
+        max_position_embeddings=256,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config)
+
+
+def convolutions(width=384, blocks=6):
+    return Convolutions(width, blocks)
+
+
+MODELS = {"mlp": mlp, "llama": llama, "convolutions": convolutions}
+
+
+def batch_of(name, rows=4):
+    if name == "llama":
+        ids = torch.randint(0, 4000, (rows, 128))
+        return {"input_ids": ids, "labels": ids}
+    return {"x": torch.randn(rows, 3, 16, 16)} if name == "convolutions" else {"input": torch.randn(rows, 1792)}
+
+
+def loss_of(output):
+    return output.loss if hasattr(output, "loss") else output.square().mean()
+
+
+def train(accelerator, model, batch, optimizer, steps):
+    for _ in range(steps):
+        accelerator.backward(loss_of(model(**batch)))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def status(name):
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return int(next(line for line in lines if line.startswith(name)).split()[1]) * 1024
+
+
+def strategy_of(name):
+    if not name.startswith("zero"):
+        return name
+    from accel_deepspeed import DeepSpeed
+
+    return DeepSpeed(zero_stage=int(name[-1]))
+
+
+def prepared(accelerator, name):
+    model = MODELS[name]()
+    return accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
+
+
+def peak_of_steps(name, strategy, precision=None):
+    """Bytes that training takes at most in a step that is not the first, beside what libraries keep from a run before."""
+    torch.set_num_threads(1)
+    leave_no_gaps()
+    accelerator = Accelerator(strategy=strategy_of(strategy), cpu=True, mixed_precision=precision)
+    batch = batch_of(name)
+    model, optimizer = prepared(accelerator, name)
+    train(accelerator, model, batch, optimizer, 2)
+    model, optimizer = accelerator.free_memory(model, optimizer)
+    for _ in range(3):  # what autograd holds is let go of in the pass after that which has found it
+        gc.collect()
+    before = status("VmRSS")
+    model, optimizer = prepared(accelerator, name)
+    train(accelerator, model, batch, optimizer, 2)
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # what it had at most is what it has now
+    train(accelerator, model, batch, optimizer, 2)
+    peak = status("VmHWM") - before
+    accelerator.end_training()
+    return peak
