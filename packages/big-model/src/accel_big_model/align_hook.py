@@ -18,6 +18,7 @@ from accel_big_model.module_tensors import (
     set_module_tensor_to_device,
 )
 from accel_big_model.offloaded_parameter import Away, module_path
+from accel_big_model.weights import lent
 from accel_core.api.component import map_tensors
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class AlignDevicesHook(ModelHook):
         self.prefetcher = prefetcher
         self.input_device: torch.device | None = None
         self.original_devices: dict[str, torch.device] = {}
+        self.nbytes = 0
         self._names: list[str] = []
         self._away: dict[str, torch.Tensor] = {}
 
@@ -84,6 +86,7 @@ class AlignDevicesHook(ModelHook):
         if self.weights_map is None:
             self.weights_map = {name: tensor.detach().to("cpu") for name, tensor in tensors.items()}
         self._names = list(tensors)
+        self.nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         path = module_path(self.weights_map)
         self._away = {name: Away.of(tensor, f"{path}{name}") for name, tensor in tensors.items()}
         for name, tensor in [*_each_name(module, True, self.place_submodules, persistent=False)]:
@@ -96,7 +99,8 @@ class AlignDevicesHook(ModelHook):
     def fetch(self) -> dict[str, torch.Tensor]:
         """The offloaded weights, by name, on the device where the module computes."""
         assert self.weights_map is not None, "what is offloaded has a store"
-        return {name: self.weights_map[name].to(self.execution_device or "cpu") for name in self._names}
+        device = self.execution_device or "cpu"
+        return {name: lent(self.weights_map, name).to(device) for name in self._names}
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Brings inputs and weights."""

@@ -125,8 +125,11 @@ class _Cast(Mapping[str, torch.Tensor]):
             )
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        value = self.stored[self._keys[name]]
-        return value.to(self.wanted[name].dtype) if value.is_floating_point() else value
+        return self.stored.read(self._keys[name], self.wanted[name].dtype)
+
+    def lend(self, name: str) -> torch.Tensor:
+        """As `weights[name]`, in memory that is used again."""
+        return self.stored.lend(self._keys[name], self.wanted[name].dtype)
 
     def __contains__(self, name: object) -> bool:
         if not isinstance(name, str) or self._keys.get(name) not in self.stored:
