@@ -108,9 +108,12 @@ class AlignDevicesHook(ModelHook):
             self.input_device = _device_of([args, kwargs])
         if self.offload:
             self._bring(module)
-        if self.execution_device is None:
+        device = self.execution_device
+        if device is None:
             return args, kwargs
-        return self._moved(args, self.execution_device), self._moved(kwargs, self.execution_device)
+        if len(args) != 1 or type(args[0]) is not torch.Tensor or args[0].device != device:
+            args = self._moved(args, device)
+        return args, self._moved(kwargs, device) if kwargs else kwargs
 
     def begin(self, module: nn.Module) -> None:
         """Raises if another thread is in the forward: it would take the weights away in the middle."""
@@ -145,15 +148,23 @@ class AlignDevicesHook(ModelHook):
     def _bring(self, module: nn.Module) -> None:
         fetched = self.fetch() if self.prefetcher is None else self.prefetcher.take(self)
         for name, value in fetched.items():
-            set_module_tensor_to_device(
-                module, name, self.execution_device or "cpu", value=value, tied_params_map=self.tied_params_map
-            )
+            self._place(module, name, value)
         if torch.is_grad_enabled():
             for name in self._names:
                 owner, own = owner_of(module, name)
                 parameter = owner._parameters.get(own)
                 if parameter is not None and parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(_refuse_gradient)
+
+    def _place(self, module: nn.Module, name: str, value: torch.Tensor) -> None:
+        away = self._away[name]
+        filled = away.filled(value) if isinstance(away, Away) and not self.tied_params_map else None
+        if filled is None:
+            device = self.execution_device or "cpu"
+            set_module_tensor_to_device(module, name, device, value=value, tied_params_map=self.tied_params_map)
+        else:
+            owner, own = owner_of(module, name)
+            owner._parameters[own] = filled
 
     def _take_away(self, module: nn.Module, name: str) -> None:
         owner, own = owner_of(module, name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import mmap
 import threading
@@ -73,10 +72,7 @@ def _note(back: deque[int], key: int, _: object) -> None:
 
 
 def _mapping(nbytes: int) -> mmap.mmap:
-    mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(AttributeError, OSError):  # of Linux; a kernel may be built without them
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-    return mapping
+    return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # huge pages would be waited for
 
 
 def _tensor(view: memoryview, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, Protocol
 
 import torch
+
+_MOST = 8  # modules ahead
+_READERS = 2
 
 
 class Source(Protocol):
@@ -71,7 +75,7 @@ class Prefetcher:
         ahead = sum(each.nbytes for each in self._ahead)
         last = self._ahead[-1].source() if self._ahead else source
         while (guess := self._after(last)) is not None and guess is not source:
-            if self._ahead and ahead + guess.nbytes > self._largest:
+            if self._ahead and (ahead + guess.nbytes > self._largest or len(self._ahead) == _MOST):
                 return
             if any(each.source() is guess for each in self._ahead):
                 return  # a module that is called twice: what comes after it is not known
@@ -84,6 +88,23 @@ class Prefetcher:
     def _after(self, source: Source | None) -> Source | None:
         following = None if source is None else self._next.get(source)
         return None if following is None else following()
+
+
+def read_ahead(weights: Mapping[str, torch.Tensor], names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and values in turn, while the next one is read, or the next two: no more are in main memory."""
+    ahead: deque[tuple[str, Future[torch.Tensor]]] = deque()
+    with ThreadPoolExecutor(_READERS, thread_name_prefix="accel-read") as threads:
+        for name in names:
+            ahead.append((name, threads.submit(weights.__getitem__, name)))
+            if len(ahead) == _READERS:
+                yield _read(ahead)
+        while ahead:
+            yield _read(ahead)
+
+
+def _read(ahead: deque[tuple[str, Future[torch.Tensor]]]) -> tuple[str, torch.Tensor]:
+    name, value = ahead.popleft()
+    return name, value.result()
 
 
 def _computing_stream(device: torch.device) -> torch.Stream | None:
