@@ -22,7 +22,7 @@ from accel_big_model import init_empty_weights, load_checkpoint_and_dispatch
 folder, place, width, layers, mib = *sys.argv[1:3], *map(int, sys.argv[3:])
 
 def loaded(name, place, width, layers):
-    with init_empty_weights(include_buffers=True):  # otherwise each layer takes address space for a moment, which the heap keeps
+    with init_empty_weights():
         model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
     with torch.no_grad():
         model = load_checkpoint_and_dispatch(model, f"{folder}/{name}.safetensors", device_map={"": place})
