@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from accel_big_model.prefetch import Prefetcher, read_ahead
+from accel_big_model.prefetch import Prefetcher
 
 
 class Source:
@@ -96,21 +96,3 @@ def test_a_copy_learns_its_own_order():
     prefetcher = Prefetcher()
     passed(prefetcher, [Source(name) for name in "ab"])
     assert not copy.deepcopy(prefetcher)._next
-
-
-def test_values_are_read_in_turn_and_at_most_two_at_once():
-    class Counting(dict):
-        begun = 0
-
-        def __getitem__(self, name):
-            Counting.begun += 1
-            return super().__getitem__(name)
-
-    values = Counting({str(index): torch.tensor(index) for index in range(7)})
-    found = []
-    for name, value in read_ahead(values, list(values)):
-        found.append((name, value.item()))
-        assert Counting.begun <= len(found) + 1
-    assert found == [(str(index), index) for index in range(7)]
-    with pytest.raises(KeyError, match="missing"):
-        list(read_ahead(values, ["1", "missing", "2"]))

@@ -20,7 +20,7 @@ from accel_big_model.weights import StoredWeights
 from accel_checkpoint import write_weights
 from accel_core import CheckpointError
 
-WIDTH = 600  # 1.4 MiB a layer: large enough for memory that is used again
+WIDTH = 1100  # 4.6 MiB a layer: large enough for memory that is used again, and for two threads
 
 
 class Layers(nn.Sequential):
@@ -160,3 +160,20 @@ def test_a_folder_of_another_shape_is_refused(tmp_path):
     weights = OffloadedWeightsLoader(save_folder=tmp_path)
     with pytest.raises(ValueError, match=r"weight has shape \(2, 2\), and value= has \(3, 2\)"):
         set_module_tensor_to_device(nn.Linear(2, 2), "weight", "cpu", value=weights["weight"])
+
+
+@pytest.mark.parametrize("form", ["safetensors", "bin"])
+def test_large_tensors_of_any_form_are_whole(tmp_path, form):
+    """Also where gradients are forbidden for good, and where the tensor has one row."""
+    torch.manual_seed(2)
+    tensors = {
+        "a": torch.randn(1, 1 << 20),
+        "b": torch.randn(3, 1 << 19),
+        "c": torch.randn(1 << 20),
+        "d": torch.randn(5, 600, 700),
+    }
+    write_weights(tensors, tmp_path, safe_serialization=form == "safetensors")
+    stored = StoredWeights(tmp_path)
+    with torch.inference_mode():
+        assert all(torch.equal(stored[name], value) for name, value in tensors.items())
+        assert all(torch.equal(stored.lend(name), value) for name, value in tensors.items())

@@ -18,7 +18,6 @@ from accel_big_model.module_tensors import (
     retie_parameters,
     set_module_tensor_to_device,
 )
-from accel_big_model.prefetch import read_ahead
 from accel_big_model.weights import StoredWeights
 from accel_core import CheckpointError
 
@@ -74,18 +73,13 @@ def load_checkpoint_and_dispatch(
     if strict:
         weights.check(type(model).__name__)
     stays = set() if offload_buffers else {name for name, _ in model.named_buffers()}
-    devices = {}
     for name in weights:
         place = place_of(name, places)
         if place == "disk" and name in stays:
             place = "cpu"  # from where dispatching brings it to where it is used
-        devices[name] = as_device(place)
-    kept = [name for name, device in devices.items() if device.type != "meta"]
-    for name in devices.keys() - {*kept}:
-        set_module_tensor_to_device(model, name, "meta", dtype=weights.wanted[name].dtype)
-    for name, value in read_ahead(weights, kept):
-        set_module_tensor_to_device(model, name, devices[name], value=value, dtype=weights.wanted[name].dtype)
-        del value  # so that it is not in main memory while the next one is waited for
+        value = None if place == "disk" else weights[name]
+        set_module_tensor_to_device(model, name, as_device(place), value=value, dtype=weights.wanted[name].dtype)
+        del value  # so that the next one is alone in main memory
     retie_parameters(model, tied)
     return spread(model, places, None, weights, offload_buffers, skip_keys, preload_module_classes, force_hooks)
 

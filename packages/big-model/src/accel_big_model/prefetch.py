@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, Protocol
 
 import torch
 
 _MOST = 8  # modules ahead
-_READERS = 2
 
 
 class Source(Protocol):
@@ -88,23 +86,6 @@ class Prefetcher:
     def _after(self, source: Source | None) -> Source | None:
         following = None if source is None else self._next.get(source)
         return None if following is None else following()
-
-
-def read_ahead(weights: Mapping[str, torch.Tensor], names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Names and values in turn, while the next one is read, or the next two: no more are in main memory."""
-    ahead: deque[tuple[str, Future[torch.Tensor]]] = deque()
-    with ThreadPoolExecutor(_READERS, thread_name_prefix="accel-read") as threads:
-        for name in names:
-            ahead.append((name, threads.submit(weights.__getitem__, name)))
-            if len(ahead) == _READERS:
-                yield _read(ahead)
-        while ahead:
-            yield _read(ahead)
-
-
-def _read(ahead: deque[tuple[str, Future[torch.Tensor]]]) -> tuple[str, torch.Tensor]:
-    name, value = ahead.popleft()
-    return name, value.result()
 
 
 def _computing_stream(device: torch.device) -> torch.Stream | None:

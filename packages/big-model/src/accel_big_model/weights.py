@@ -11,6 +11,7 @@ import os
 import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,9 @@ from accel_core import CheckpointError
 from accel_core.api.layouts import Box
 
 INDEX = "index.json"
+
+_HALVED = 4 << 20
+"""Bytes from which on a tensor is read by two threads."""
 
 Memory = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 """Makes a tensor of any content, of a shape and dtype."""
@@ -49,6 +53,7 @@ class StoredWeights(Mapping[str, torch.Tensor]):
         weakref.finalize(self, self._files.close)
         self._stored = stored_in(self.checkpoint, self._files)
         self._buffers = HostBuffers()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="accel-read")
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy opens the files again."""
@@ -61,16 +66,30 @@ class StoredWeights(Mapping[str, torch.Tensor]):
         """As `read`, in memory that is used again."""
         return self.read(name, dtype, self._buffers.tensor)
 
+    @torch.inference_mode(False)  # the other thread fills it too
     def read(self, name: str, dtype: torch.dtype | None = None, memory: Memory = own_memory) -> torch.Tensor:
         """A tensor; a floating one in `dtype`, if one is given."""
         stored = self._stored[name]
         if stored.dtype is None or stored.obstacle is not None:
             raise CheckpointError(f"{name!r} in {stored.file} cannot be read: it is {stored.words}.")
         value = memory(stored.shape, stored.dtype)
-        stored.read_box(Box.whole(stored.shape), value)
+        self._fill(value, stored.read_box)
         if dtype in (None, stored.dtype) or not stored.dtype.is_floating_point:
             return value
         return memory(stored.shape, dtype).copy_(value)
+
+    def _fill(self, value: torch.Tensor, read_box: Callable[[Box, torch.Tensor], None]) -> None:
+        """Reads a tensor, half of a large one in another thread."""
+        if value.nbytes < _HALVED or len(value) == 1:
+            read_box(Box.whole(tuple(value.shape)), value)
+            return
+        (length, *sizes), offsets, middle = value.shape, [0] * (value.dim() - 1), len(value) // 2
+        later = Box((middle, *offsets), (length - middle, *sizes))
+        other = self._thread.submit(read_box, later, value[middle:])
+        try:
+            read_box(Box((0, *offsets), (middle, *sizes)), value[:middle])
+        finally:
+            other.result()  # nobody writes into it any more
 
     def __contains__(self, name: object) -> bool:
         return name in self._stored
