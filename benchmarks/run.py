@@ -11,15 +11,19 @@ import datetime as dt
 import json
 import os
 import platform
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
 import imports
+import placing
 import starting
 from launch import Round, measure
 from table import Measure, markdown
 
 DISTRIBUTIONS = {"accel": "accel-core", "accelerate": "accelerate", "fabric": "lightning-fabric"}
+
+_over_accelerate = partial(Measure, against="/", base="accelerate", unit="ms", scale=1e3)
 
 ROWS = {
     "P1": [
@@ -112,6 +116,22 @@ ROWS = {
         Measure("P13c ZeRO stage 3 on 2 ranks, CPU of the main thread", "cpu", 1.05, "/"),
         Measure("P13c ZeRO stage 3 on 2 ranks, on the wall", "wall", None, "/"),
     ],
+    "B1": [
+        _over_accelerate("B1 load, half on disk", "half_load", 0.8),
+        _over_accelerate("B1 load, all on disk", "disk_load", 0.8),
+        _over_accelerate("B1 load, in main memory", "cpu_load", 0.8),
+        _over_accelerate("B1 load and first forward, half on disk", "half_run"),
+        _over_accelerate("B1 load and first forward, in main memory", "cpu_run"),
+        _over_accelerate("B1 extra memory, half on disk", "half_memory", 1 / 3, unit="MiB", scale=1 / 2**20),
+        Measure("B1 extra memory, in main memory", "cpu_memory", None, "", unit="MiB", scale=1 / 2**20),
+    ],
+    "B2": [
+        _over_accelerate("B2 forward, half on disk", "half_forward", 0.8),
+        _over_accelerate("B2 forward, all on disk", "disk_forward", 0.8),
+        Measure("B2 forward, in main memory, over no hooks", "cpu_forward", None, "/", unit="ms", scale=1e3),
+        _over_accelerate("B2 extra memory, all on disk", "disk_peak", 1 / 3, unit="MiB", scale=1 / 2**20),
+        _over_accelerate("B2 growth in later forwards, all on disk", "disk_growth", unit="MiB", scale=1 / 2**20),
+    ],
 }
 
 
@@ -131,6 +151,8 @@ def rounds_of(row: str, libraries: list[str], options: argparse.Namespace) -> li
         return measure("forward.py", ["plain", "cast", "accel_fp32", *libraries], world=1, **common)
     if row == "P12":
         return starting.measure(libraries, max(1, options.rounds // 2))
+    if row in {"B1", "B2"}:
+        return placing.measure(libraries, max(1, options.rounds // 3), 1 if row == "B1" else 9, options.size)
     if row == "P11":
         return measure("sharding.py", ["plain", *libraries], world=2, **common)
     if row in {"P13", "P13c"}:
@@ -200,7 +222,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=12, help="in each process; every round measures every library")
     parser.add_argument("--repeats", type=int, default=3, help="processes that are started per row")
     parser.add_argument("--batches", type=int, default=160, help="in a round of one library; a multiple of 4")
-    parser.add_argument("--size", type=int, default=686, help="MiB of weights and moments that P8 and P9 save")
+    parser.add_argument("--size", type=int, default=686, help="MiB that P8 and P9 save, and B1 and B2 load")
     parser.add_argument("--libraries", type=names, default=list(DISTRIBUTIONS), help=f"of {','.join(DISTRIBUTIONS)}")
     parser.add_argument("--out", type=Path, default=Path("out/benchmarks.json"))
     return parser.parse_args()

@@ -30,8 +30,8 @@ class Measure:
 
     name: str
     figure: str
-    limit: float | None
-    against: str
+    limit: float | None = None
+    against: str = ""
     base: str = "plain"
     unit: str = "µs"
     scale: float = 1e6
@@ -49,12 +49,14 @@ class Measure:
                 measured[library][self.figure], measured[self.base][self.figure] if self.against else 0
             )
             for measured in rounds
-            if library in measured
+            if library in measured and (not self.against or self.base in measured)
         ]
 
     def row(self, rounds: Sequence[Round]) -> dict[str, str]:
         """The cells, by column."""
         values = self.values(self.ours, rounds)
+        if not values:  # what is compared with is not installed
+            return dict.fromkeys(COLUMNS, "–") | {"row": self.name}
         low, middle, high = quartiles(values)
         bases = [measured[self.base] for measured in rounds if self.base in measured]
         raw = [figures[self.figure] * self.scale for figures in bases] if self.against else []

@@ -35,6 +35,8 @@ ROWS = [
     ("P12", 2),
     ("P13", 2),
     ("P13c", 2),
+    ("B1", 7),
+    ("B2", 5),
 ]
 TINY = ["--rounds", "1", "--repeats", "1", "--batches", "8", "--size", "2", "--libraries", "accel"]
 

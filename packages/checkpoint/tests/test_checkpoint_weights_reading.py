@@ -6,6 +6,7 @@ import copy
 import json
 import os
 import pickle
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,10 @@ import torch.distributed as dist
 from sharded_strategies import Flat, Rows, Uneven
 from torch import nn
 
-from accel_checkpoint import load_checkpoint_in_model, write_weights
+from accel_checkpoint import load_checkpoint_in_model, stored_in, write_weights
 from accel_checkpoint.reading import Checkpoint
 from accel_core import Accelerator, CheckpointError, NotInstalledError
+from accel_core.api.layouts import Box
 from accel_testing import run_ranks
 
 EVERY_FORM = {
@@ -683,6 +685,55 @@ def test_damaged_safetensors_are_refused_before_anything_is_changed(tmp_path):
         ):
             load_checkpoint_in_model(model, tmp_path)
     assert bits(model) == before
+
+
+F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+NEXT = {"dtype": "F32", "shape": [2], "data_offsets": [8, 16]}
+
+
+@pytest.mark.parametrize("header, nbytes", [
+    ({"a": F32}, 4), ({"a": F32}, 12), ({"a": NEXT}, 16), ({"a": F32, "b": F32}, 8), ({"a": F32, "b": F32}, 16), ([F32], 8), ({"a": 3}, 8),
+    ({"a": {**F32, "shape": [3]}}, 8), ({"a": {**F32, "shape": [-2]}}, 8), ({"a": {**F32, "shape": [2.0]}}, 8), ({"a": {**F32, "shape": 2}}, 8),
+    ({"a": {**F32, "shape": [1 << 63, 4, 0], "data_offsets": [0, 0]}}, 0), ({"a": {**F32, "dtype": "F33"}}, 8), ({"a": {**F32, "dtype": []}}, 8),
+    ({"a": {**F32, "data_offsets": [0]}}, 8), ({"a": {**F32, "data_offsets": [8, 0]}}, 8), ({"a": {**F32, "data_offsets": [-8, 0]}}, 8),
+    ({"a": {"shape": [2], "data_offsets": [0, 8]}}, 8), ({"a": F32, "__metadata__": {"x": 1}}, 8), ({"a": F32, "__metadata__": [1]}, 8),
+    ("[" * 20_000, 0), ('{"a": ' * 20_000, 0), ("nul", 0), ("\ud800", 8),
+])  # fmt: skip
+def test_a_header_that_the_format_forbids_is_refused(tmp_path, header, nbytes):
+    """The library refuses the same ones."""
+    text = (header if isinstance(header, str) else json.dumps(header)).encode(errors="surrogatepass")
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(nbytes))
+    with pytest.raises(safetensors.SafetensorError), safetensors.safe_open(path, framework="pt"):
+        pass
+    with pytest.raises(CheckpointError, match="should hold weights as safetensors, but it does not: "):
+        load_checkpoint_in_model(nn.Linear(1, 1), path)
+
+
+def test_a_header_that_the_format_allows_is_read(tmp_path):
+    """Tensors in any order, several of them empty, spaces after the header, and metadata that is null."""
+    empty = {"dtype": "I64", "shape": [0, 3], "data_offsets": [8, 8]}
+    text = (
+        json.dumps({"__metadata__": None, "weight": NEXT, "bias": F32, "none": empty, "nil": empty}).encode() + b"   "
+    )
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + torch.arange(4.0).numpy().tobytes())
+    model = nn.LayerNorm(2)
+    model.register_buffer("none", torch.zeros(0, 3, dtype=torch.long))
+    model.register_buffer("nil", torch.zeros(0, 3, dtype=torch.long))
+    load_checkpoint_in_model(model, path)
+    assert (model.weight.tolist(), model.bias.tolist()) == ([2, 3], [0, 1])
+
+
+def test_a_file_that_is_written_to_while_it_is_open_is_not_believed(tmp_path):
+    path = tmp_path / "model.safetensors"
+    safetensors.torch.save_file({"weight": torch.ones(4)}, path)
+    with ExitStack() as files:
+        stored, target = stored_in(path, files)["weight"], torch.zeros(4)
+        stored.read_box(Box.whole((4,)), target)
+        os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
+        with pytest.raises(CheckpointError, match="was written to while its weights are in use. Load them again"):
+            stored.read_box(Box.whole((4,)), target)
 
 
 @pytest.mark.parametrize("aliases", ["x", "[]", '{"a": "b"}', '{"weight": "weight"}', '{"a": ["weight"]}', "{"])

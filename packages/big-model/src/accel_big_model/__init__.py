@@ -9,7 +9,7 @@ Read in this order:
     dispatch        a model that is spread over places
     hooks           what happens around a module's forward
     align_hook, attachment, prefetch    how weights come to where they compute; which modules have that
-    weights, offloaded_parameter        where they are meanwhile, and what stands for them
+    weights, host_buffers, offloaded_parameter    where they are meanwhile, in which memory, and what stands for them
     model_hooks     hooks that move or cast all weights of a module
     module_tensors  the tensors of a model by name
     estimate        memory that training takes, by dtype and strategy; a room of its own

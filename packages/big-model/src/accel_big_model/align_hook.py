@@ -18,6 +18,7 @@ from accel_big_model.module_tensors import (
     set_module_tensor_to_device,
 )
 from accel_big_model.offloaded_parameter import Away, module_path
+from accel_big_model.weights import lent
 from accel_core.api.component import map_tensors
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class AlignDevicesHook(ModelHook):
         self.prefetcher = prefetcher
         self.input_device: torch.device | None = None
         self.original_devices: dict[str, torch.device] = {}
+        self.nbytes = 0
         self._names: list[str] = []
         self._away: dict[str, torch.Tensor] = {}
 
@@ -84,6 +86,7 @@ class AlignDevicesHook(ModelHook):
         if self.weights_map is None:
             self.weights_map = {name: tensor.detach().to("cpu") for name, tensor in tensors.items()}
         self._names = list(tensors)
+        self.nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         path = module_path(self.weights_map)
         self._away = {name: Away.of(tensor, f"{path}{name}") for name, tensor in tensors.items()}
         for name, tensor in [*_each_name(module, True, self.place_submodules, persistent=False)]:
@@ -96,7 +99,8 @@ class AlignDevicesHook(ModelHook):
     def fetch(self) -> dict[str, torch.Tensor]:
         """The offloaded weights, by name, on the device where the module computes."""
         assert self.weights_map is not None, "what is offloaded has a store"
-        return {name: self.weights_map[name].to(self.execution_device or "cpu") for name in self._names}
+        device = self.execution_device or "cpu"
+        return {name: lent(self.weights_map, name).to(device) for name in self._names}
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Brings inputs and weights."""
@@ -104,9 +108,12 @@ class AlignDevicesHook(ModelHook):
             self.input_device = _device_of([args, kwargs])
         if self.offload:
             self._bring(module)
-        if self.execution_device is None:
+        device = self.execution_device
+        if device is None:
             return args, kwargs
-        return self._moved(args, self.execution_device), self._moved(kwargs, self.execution_device)
+        if len(args) != 1 or type(args[0]) is not torch.Tensor or args[0].device != device:
+            args = self._moved(args, device)
+        return args, self._moved(kwargs, device) if kwargs else kwargs
 
     def begin(self, module: nn.Module) -> None:
         """Raises if another thread is in the forward: it would take the weights away in the middle."""
@@ -141,15 +148,23 @@ class AlignDevicesHook(ModelHook):
     def _bring(self, module: nn.Module) -> None:
         fetched = self.fetch() if self.prefetcher is None else self.prefetcher.take(self)
         for name, value in fetched.items():
-            set_module_tensor_to_device(
-                module, name, self.execution_device or "cpu", value=value, tied_params_map=self.tied_params_map
-            )
+            self._place(module, name, value)
         if torch.is_grad_enabled():
             for name in self._names:
                 owner, own = owner_of(module, name)
                 parameter = owner._parameters.get(own)
                 if parameter is not None and parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(_refuse_gradient)
+
+    def _place(self, module: nn.Module, name: str, value: torch.Tensor) -> None:
+        away = self._away[name]
+        filled = away.filled(value) if isinstance(away, Away) and not self.tied_params_map else None
+        if filled is None:
+            device = self.execution_device or "cpu"
+            set_module_tensor_to_device(module, name, device, value=value, tied_params_map=self.tied_params_map)
+        else:
+            owner, own = owner_of(module, name)
+            owner._parameters[own] = filled
 
     def _take_away(self, module: nn.Module, name: str) -> None:
         owner, own = owner_of(module, name)

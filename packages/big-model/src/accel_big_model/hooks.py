@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -114,7 +113,10 @@ def _hooked(old: Callable[..., Any]) -> Callable[..., Any]:
         hook.begin(module)
         try:
             args, kwargs = hook.pre_forward(module, *args, **kwargs)
-            with torch.no_grad() if hook.no_grad else nullcontext():
+            if hook.no_grad:
+                with torch.no_grad():
+                    output = module._old_forward(*args, **kwargs)
+            else:
                 output = module._old_forward(*args, **kwargs)
             return hook.post_forward(module, output)
         finally:

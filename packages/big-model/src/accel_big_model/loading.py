@@ -79,6 +79,7 @@ def load_checkpoint_and_dispatch(
             place = "cpu"  # from where dispatching brings it to where it is used
         value = None if place == "disk" else weights[name]
         set_module_tensor_to_device(model, name, as_device(place), value=value, dtype=weights.wanted[name].dtype)
+        del value  # so that the next one is alone in main memory
     retie_parameters(model, tied)
     return spread(model, places, None, weights, offload_buffers, skip_keys, preload_module_classes, force_hooks)
 
@@ -125,8 +126,11 @@ class _Cast(Mapping[str, torch.Tensor]):
             )
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        value = self.stored[self._keys[name]]
-        return value.to(self.wanted[name].dtype) if value.is_floating_point() else value
+        return self.stored.read(self._keys[name], self.wanted[name].dtype)
+
+    def lend(self, name: str) -> torch.Tensor:
+        """As `weights[name]`, in memory that is used again."""
+        return self.stored.lend(self._keys[name], self.wanted[name].dtype)
 
     def __contains__(self, name: object) -> bool:
         if not isinstance(name, str) or self._keys.get(name) not in self.stored:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
 
+from accel_big_model.host_buffers import own_memory
 from accel_big_model.module_tensors import successor
 
 
@@ -51,7 +54,20 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool = Fal
 
     hook = register_module_parameter_registration_hook(place)  # type: ignore[arg-type]  # what it returns is registered
     try:
-        with device if include_buffers else nullcontext():
+        with device if include_buffers else _OwnMemory():
             yield
     finally:
         hook.remove()
+
+
+class _OwnMemory(TorchFunctionMode):
+    """Gives each large `torch.empty` a mapping of its own: the heap would keep the room of all of them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.empty and kwargs.keys() <= {"device", "dtype"}:
+            device = kwargs.get("device")
+            if torch.device(torch.get_default_device() if device is None else device).type == "cpu":
+                like = torch.empty(*args, **{**kwargs, "device": "meta"})
+                return own_memory(tuple(like.shape), like.dtype)
+        return func(*args, **kwargs)

@@ -49,7 +49,7 @@ def is_below(name: str, module: str) -> bool:
 def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     """The submodule that has a tensor, and its name there. AttributeError if there is none."""
     path, _, own = name.rpartition(".")
-    return model.get_submodule(path), own
+    return model.get_submodule(path) if path else model, own
 
 
 def find_tied_parameters(model: nn.Module) -> list[list[str]]:

@@ -43,6 +43,19 @@ class Away(nn.Parameter):
         vars(away).update({STANDS_FOR: (type(tensor), name), **vars(tensor)})
         return away
 
+    def filled(self, value: torch.Tensor) -> nn.Parameter | None:
+        """The parameter with its value; None if there is something to convert, or to complain of."""
+        with torch._C.DisableTorchFunctionSubclass():
+            attributes = vars(self)
+            if attributes[STANDS_FOR][0] is not nn.Parameter or type(value) is not torch.Tensor:
+                return None
+            if value.dtype != self.dtype or value.shape != self.shape:
+                return None
+            new = torch.Tensor._make_subclass(nn.Parameter, value, self.requires_grad)
+        if len(attributes) > 1:
+            vars(new).update({name: each for name, each in attributes.items() if name != STANDS_FOR})
+        return new
+
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """Stands for the same weight in a copy of the module; what is tied stays tied."""
         if id(self) not in memo:

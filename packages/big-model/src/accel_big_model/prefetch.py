@@ -1,25 +1,35 @@
-"""Fetching weights ahead: those of the next module are read while this one computes.
+"""Fetching weights ahead: those of the next modules are read while this one computes.
 
 The order of modules is learned by the first pass. A guess that turns out wrong costs a read, never
-a result. At most one module's weights are fetched ahead.
+a result. What is ahead has at most as many bytes as the largest module, or is one module.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
+_MOST = 8  # modules ahead
+
 
 class Source(Protocol):
-    """A source of weights."""
+    """A source of weights, of `nbytes` in all."""
 
     execution_device: torch.device
+    nbytes: int
 
     def fetch(self) -> dict[str, torch.Tensor]:
         """The weights, on the device where they are used."""
+
+
+class _Ahead(NamedTuple):
+    source: weakref.ref[Source]
+    nbytes: int
+    weights: Future[dict[str, torch.Tensor]]
 
 
 class Prefetcher:
@@ -28,28 +38,54 @@ class Prefetcher:
     def __init__(self) -> None:
         self._next: weakref.WeakKeyDictionary[Source, weakref.ref[Source]] = weakref.WeakKeyDictionary()
         self._last: weakref.ref[Source] | None = None
-        self._ahead: tuple[weakref.ref[Source], Future[dict[str, torch.Tensor]]] | None = None
+        self._ahead: deque[_Ahead] = deque()
+        self._largest = 0
         self._thread: ThreadPoolExecutor | None = None
 
     def take(self, source: Source) -> dict[str, torch.Tensor]:
         """The weights of `source`, which are needed now. Raises what fetching them raised."""
-        this = weakref.ref(source)
-        last = self._last() if self._last is not None else None
-        if last is not None and last is not source:
-            self._next[last] = this
-        self._last = this
-        ahead, self._ahead = self._ahead, None
-        weights = ahead[1].result() if ahead is not None and ahead[0]() is source else source.fetch()
-        following = self._next.get(source)
-        if following is not None and (guess := following()) is not None:
-            if self._thread is None:
-                self._thread = ThreadPoolExecutor(1, thread_name_prefix="accel-prefetch")
-            self._ahead = following, self._thread.submit(_fetch, guess, _computing_stream(guess.execution_device))
+        self._learn(source)
+        if self._ahead and self._ahead[0].source() is source:
+            weights = self._ahead.popleft().weights.result()
+        else:
+            self._forget()
+            weights = source.fetch()
+        self._fetch_ahead(source)
         return weights
 
     def __deepcopy__(self, memo: object) -> Prefetcher:
         """A copy of a model learns its own order."""
         return Prefetcher()
+
+    def _learn(self, source: Source) -> None:
+        last = self._last() if self._last is not None else None
+        this = weakref.ref(source)
+        if last is not None and last is not source:
+            self._next[last] = this
+        self._last = this
+        self._largest = max(self._largest, source.nbytes)
+
+    def _forget(self) -> None:
+        while self._ahead:
+            self._ahead.popleft().weights.cancel()
+
+    def _fetch_ahead(self, source: Source) -> None:
+        ahead = sum(each.nbytes for each in self._ahead)
+        last = self._ahead[-1].source() if self._ahead else source
+        while (guess := self._after(last)) is not None and guess is not source:
+            if self._ahead and (ahead + guess.nbytes > self._largest or len(self._ahead) == _MOST):
+                return
+            if any(each.source() is guess for each in self._ahead):
+                return  # a module that is called twice: what comes after it is not known
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, thread_name_prefix="accel-prefetch")
+            weights = self._thread.submit(_fetch, guess, _computing_stream(guess.execution_device))
+            self._ahead.append(_Ahead(weakref.ref(guess), guess.nbytes, weights))
+            ahead, last = ahead + guess.nbytes, guess
+
+    def _after(self, source: Source | None) -> Source | None:
+        following = None if source is None else self._next.get(source)
+        return None if following is None else following()
 
 
 def _computing_stream(device: torch.device) -> torch.Stream | None:

@@ -7,19 +7,18 @@ A store is a mapping of names to tensors, read on demand. Files of safetensors, 
 from __future__ import annotations
 
 import json
-import math
-import mmap
 import os
 import re
-import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from accel_big_model.host_buffers import HostBuffers, own_memory
 from accel_big_model.module_tensors import set_module_tensor_to_device
 from accel_checkpoint import stored_in
 from accel_core import CheckpointError
@@ -27,36 +26,73 @@ from accel_core.api.layouts import Box
 
 INDEX = "index.json"
 
-_LARGE = 1 << 20
-"""Bytes from which on the allocator of C would keep what is freed, between other blocks."""
+_HALVED = 4 << 20
+"""Bytes from which on a tensor is read by two threads."""
+
+Memory = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+"""Makes a tensor of any content, of a shape and dtype."""
+
+
+def lent(weights: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
+    """`weights[name]` for the time of a call, in memory that is used again where it is read."""
+    lend = getattr(weights, "lend", None)
+    value: torch.Tensor = weights[name] if lend is None else lend(name)
+    return value
 
 
 class StoredWeights(Mapping[str, torch.Tensor]):
     """The tensors of a safetensors file, an index, a folder or a checkpoint, read on demand.
 
     The files stay open, and their tensors are not kept: one that is asked for twice is read twice.
-    Raises as `load_checkpoint_in_model` does for what cannot be read.
+    Raises as `load_checkpoint_in_model` does for what cannot be read. Threads may read at once.
     """
 
     def __init__(self, checkpoint: str | os.PathLike[str]) -> None:
         self.checkpoint = Path(checkpoint)
         self._files = ExitStack()
         weakref.finalize(self, self._files.close)
-        self._reading = threading.Lock()
         self._stored = stored_in(self.checkpoint, self._files)
+        self._buffers = HostBuffers()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="accel-read")
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy opens the files again."""
         return StoredWeights, (self.checkpoint,)
 
     def __getitem__(self, name: str) -> torch.Tensor:
+        return self.read(name)
+
+    def lend(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """As `read`, in memory that is used again."""
+        return self.read(name, dtype, self._buffers.tensor)
+
+    @torch.inference_mode(False)  # the other thread fills it too
+    def read(self, name: str, dtype: torch.dtype | None = None, memory: Memory = own_memory) -> torch.Tensor:
+        """A tensor; a floating one in `dtype`, if one is given."""
         stored = self._stored[name]
         if stored.dtype is None or stored.obstacle is not None:
             raise CheckpointError(f"{name!r} in {stored.file} cannot be read: it is {stored.words}.")
-        value = _empty(stored.shape, stored.dtype)
-        with self._reading:  # a file has one position, and weights are fetched ahead in another thread
-            stored.read_box(Box.whole(stored.shape), value)
-        return value
+        value = memory(stored.shape, stored.dtype)
+        self._fill(value, stored.read_box)
+        if dtype in (None, stored.dtype) or not stored.dtype.is_floating_point:
+            return value
+        return memory(stored.shape, dtype).copy_(value)
+
+    def _fill(self, value: torch.Tensor, read_box: Callable[[Box, torch.Tensor], None]) -> None:
+        """Reads a tensor, half of a large one in another thread."""
+        if value.nbytes < _HALVED or len(value) == 1:
+            read_box(Box.whole(tuple(value.shape)), value)
+            return
+        (length, *sizes), offsets, middle = value.shape, [0] * (value.dim() - 1), len(value) // 2
+        later = Box((middle, *offsets), (length - middle, *sizes))
+        other = self._thread.submit(read_box, later, value[middle:])
+        try:
+            read_box(Box((0, *offsets), (middle, *sizes)), value[:middle])
+        finally:
+            other.result()  # nobody writes into it any more
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._stored
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._stored)
@@ -67,14 +103,6 @@ class StoredWeights(Mapping[str, torch.Tensor]):
     def shape_of(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor, which is not read."""
         return self._stored[name].shape
-
-
-def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor in main memory. A large one has its own mapping, freed at once when it goes."""
-    nbytes = math.prod(shape) * dtype.itemsize
-    if nbytes < _LARGE:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=dtype).view(shape)
 
 
 class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
@@ -107,20 +135,31 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         self.device = device
         self._files: dict[str, StoredWeights] = {}
         self.all_keys = list(dict.fromkeys([*self.state_dict, *self.index]))
+        self._buffers = HostBuffers()
 
     def __getitem__(self, key: str) -> torch.Tensor:
+        return self._read(key, own_memory)
+
+    def lend(self, key: str) -> torch.Tensor:
+        """As `loader[key]`, in memory that is used again if it is read."""
+        return self._read(key, self._buffers.tensor)
+
+    def _read(self, key: str, memory: Memory) -> torch.Tensor:
         if key in self.state_dict:
             return self.state_dict[key]
         entry = self.index[key]
         if (file := entry.get("safetensors_file")) is None:
             if self.save_folder is None:
                 raise ValueError(f"{key!r} is a file in a folder that is not known: pass save_folder=.")
-            return load_offloaded_weight(str(self.save_folder / f"{key}.dat"), entry)
+            return _read_dat(self.save_folder / f"{key}.dat", entry, memory)
         if file not in self._files:
             self._files[file] = StoredWeights(file)
-        value = self._files[file][entry.get("weight_name", key)]
+        value = self._files[file].read(entry.get("weight_name", key), memory=memory)
         dtype = getattr(torch, str(entry.get("dtype", value.dtype)).removeprefix("torch."))
         return value.to(device=self.device, dtype=dtype)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.state_dict or key in self.index
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.all_keys)
@@ -137,6 +176,13 @@ class PrefixedDataset(Mapping[str, torch.Tensor]):
 
     def __getitem__(self, key: str) -> torch.Tensor:
         return self.dataset[f"{self.prefix}{key}"]
+
+    def lend(self, key: str) -> torch.Tensor:
+        """As `dataset[key]`, in memory that is used again if it is read."""
+        return lent(self.dataset, f"{self.prefix}{key}")
+
+    def __contains__(self, key: object) -> bool:
+        return f"{self.prefix}{key}" in self.dataset
 
     def __iter__(self) -> Iterator[str]:
         return (key.removeprefix(self.prefix) for key in self.dataset if key.startswith(self.prefix))
@@ -156,22 +202,24 @@ def offload_weight(
     value = weight.detach().cpu().contiguous()
     dtype = str(value.dtype).removeprefix("torch.")
     path = Path(offload_folder) / f"{weight_name}.dat"
-    path.write_bytes(value.reshape(-1).view(torch.uint8).numpy().tobytes())
+    path.write_bytes(value.reshape(-1).view(torch.uint8).numpy().data)
     index[weight_name] = {"dtype": dtype, "shape": list(value.shape)}
     return index
 
 
 def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapping[str, Any]) -> torch.Tensor:
     """The tensor in a `.dat` file, as `offload_weight` noted. ValueError for a short file."""
-    dtype, shape = getattr(torch, weight_info["dtype"]), tuple(weight_info["shape"])
-    value = torch.empty(shape, dtype=dtype)
-    wanted = value.numel() * value.element_size()
-    with open(weight_file, "rb") as file:
-        read = file.readinto(value.view(-1).view(torch.uint8).numpy()) if wanted else 0  # type: ignore[arg-type]  # a buffer
-    if read != wanted:
-        raise ValueError(
-            f"{weight_file} has {read} bytes of the {wanted} that {weight_info} needs: write the folder again."
-        )
+    return _read_dat(weight_file, weight_info, own_memory)
+
+
+def _read_dat(path: str | os.PathLike[str], info: Mapping[str, Any], memory: Memory) -> torch.Tensor:
+    value = memory(tuple(info["shape"]), getattr(torch, info["dtype"]))
+    place, read = value.view(-1).view(torch.uint8).numpy().data, 0
+    with open(path, "rb", buffering=0) as file:
+        while read < len(place) and (count := file.readinto(place[read:])):
+            read += count
+    if read != len(place):
+        raise ValueError(f"{path} has {read} bytes of the {len(place)} that {info} needs: write the folder again.")
     return value
 
 

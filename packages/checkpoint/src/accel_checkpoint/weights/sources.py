@@ -1,14 +1,11 @@
 """Tensors of weight files, one at a time: safetensors, `torch.save` files of tensors only, and the
 model in a checkpoint of `save_state`, whose hashes are verified while it is read.
 
-Nothing in a file is ever run. The layout of a safetensors file is checked by its library; the data
-is read from here, because a mapping of the file would take memory beside the model's, and is killed
-where the file becomes shorter.
+Nothing in a file is ever run.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import itertools
 import json
@@ -18,19 +15,18 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from io import FileIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from accel_checkpoint.files.disk import read_file
+from accel_checkpoint.files.disk import memory, read_file
 from accel_checkpoint.files.manifest import LARGEST, Flaw, unseal
 from accel_checkpoint.plan import StoredBoxes
 from accel_checkpoint.reading import Checkpoint
 from accel_checkpoint.run_state import MODEL
-from accel_checkpoint.weights.tensor_files import SAFETENSORS_DTYPES
+from accel_checkpoint.weights.safetensors_file import DTYPES, SafetensorsFile
 from accel_checkpoint.words import listed
 from accel_core import CheckpointError
 from accel_core.api.layouts import Box
@@ -38,7 +34,6 @@ from accel_core.api.layouts import Box
 CALL = "load_checkpoint_in_model()"  # for whom the files are read, in messages
 _INDEX = ".index.json"
 _ENTRIES = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-_DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 
 
 class Stored(NamedTuple):
@@ -194,27 +189,15 @@ def _open(path: Path, files: ExitStack) -> dict[str, Stored]:
 
 
 def _open_safetensors(path: Path, files: ExitStack) -> dict[str, Stored]:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as checked:  # that no tensor lies outside of the file, or in another one
-            metadata = checked.metadata() or {}
-    except SafetensorError as error:
-        raise CheckpointError(
-            f"{path} should hold weights as safetensors, but it does not: {error}. It is damaged or cut short; save or "
-            f"download it again."
-        ) from error
-    file = files.enter_context(FileIO(path))
-    length = int.from_bytes(file.read(8), "little")
-    header = json.loads(file.read(length))
-    header.pop("__metadata__", None)
+    file = SafetensorsFile(path)
+    files.callback(file.close)
     stored = {}
-    for key, entry in header.items():
-        dtype, shape = _DTYPES.get(entry["dtype"]), tuple(entry["shape"])
-        obstacle = f"of dtype {entry['dtype']}, which torch lacks," if dtype is None else None
-        read_box = partial(_read_box, file, 8 + length + entry["data_offsets"][0], dtype, shape)
-        stored[key] = Stored(path, key, dtype, shape, read_box, obstacle)
-    return {**stored, **{alias: stored[kept] for alias, kept in _aliases(path, metadata, stored).items()}}
+    for key, entry in file.tensors.items():
+        dtype = DTYPES.get(entry.dtype)
+        obstacle = f"of dtype {entry.dtype}, which torch lacks," if dtype is None else None
+        read_box = partial(_read_box, file, entry.position, dtype, entry.shape)
+        stored[key] = Stored(path, key, dtype, entry.shape, read_box, obstacle)
+    return {**stored, **{alias: stored[kept] for alias, kept in _aliases(path, file.metadata, stored).items()}}
 
 
 def _aliases(path: Path, metadata: Mapping[str, str], stored: Mapping[str, Stored]) -> dict[str, str]:
@@ -233,23 +216,27 @@ def _aliases(path: Path, metadata: Mapping[str, str], stored: Mapping[str, Store
 
 
 def _read_box(
-    file: FileIO, position: int, dtype: torch.dtype | None, shape: tuple[int, ...], box: Box, target: torch.Tensor
+    file: SafetensorsFile,
+    position: int,
+    dtype: torch.dtype | None,
+    shape: tuple[int, ...],
+    box: Box,
+    target: torch.Tensor,
 ) -> None:
     """Fills a tensor with a box of stored data: in its own memory if possible, else by a copy."""
     plain = target.device.type == "cpu" and target.is_contiguous() and not (target.is_conj() or target.is_neg())
     direct = plain and target.dtype == dtype
-    memory = target if direct else torch.empty(target.shape, dtype=dtype)
-    if memory.numel():
-        view = memoryview((ctypes.c_char * memory.nbytes).from_address(memory.data_ptr())).cast("B")
+    data = target if direct else torch.empty(target.shape, dtype=dtype)
+    if data.numel():
+        view = memory(data)
         for run in _runs(shape, box):
-            nbytes = len(run) * memory.itemsize
-            file.seek(position + run.start * memory.itemsize)
-            _fill(view[:nbytes], file)
+            nbytes = len(run) * data.itemsize
+            file.read(position + run.start * data.itemsize, view[:nbytes])
             view = view[nbytes:]
     if direct:
         torch.autograd.graph.increment_version(target)  # it has not seen the change
     else:
-        target.copy_(memory)
+        target.copy_(data)
 
 
 def _runs(shape: tuple[int, ...], box: Box) -> Iterator[range]:
@@ -264,14 +251,6 @@ def _runs(shape: tuple[int, ...], box: Box) -> Iterator[range]:
         place = map(sum, itertools.zip_longest(box.offsets, index, fillvalue=0))
         start = sum(at * stride for at, stride in zip(place, strides, strict=True))
         yield range(start, start + length)
-
-
-def _fill(view: memoryview, file: FileIO) -> None:
-    while view:
-        count = file.readinto(view)
-        if not count:
-            raise CheckpointError(f"{file.name} has become shorter while it was read. Read it when it is complete.")
-        view = view[count:]
 
 
 def _open_bin(path: Path) -> dict[str, Stored]:

@@ -1,0 +1,98 @@
+"""Weights are fetched ahead in the order of the pass before; a wrong guess costs a read, never a result."""
+
+from __future__ import annotations
+
+import copy
+import threading
+
+import pytest
+import torch
+
+from accel_big_model.prefetch import Prefetcher
+
+
+class Source:
+    execution_device = torch.device("cpu")
+
+    def __init__(self, name: str, nbytes: int = 1):
+        self.name, self.nbytes = name, nbytes
+        self.fetched: list[str] = []  # in which threads
+        self.fails = False
+
+    def fetch(self):
+        self.fetched.append("ahead" if threading.current_thread() is not threading.main_thread() else "here")
+        if self.fails:
+            raise OSError(self.name)
+        return {"weight": torch.zeros(1), self.name: torch.zeros(1)}
+
+
+def passed(prefetcher: Prefetcher, sources: list[Source]) -> None:
+    for source in sources:
+        assert list(prefetcher.take(source)) == ["weight", source.name]
+
+
+def waiting(prefetcher: Prefetcher) -> list[str]:
+    for each in prefetcher._ahead:
+        each.weights.exception(timeout=10)
+    return [each.source().name for each in prefetcher._ahead]
+
+
+def test_the_second_pass_finds_everything_fetched():
+    sources, prefetcher = [Source(name) for name in "abc"], Prefetcher()
+    passed(prefetcher, sources)
+    assert [source.fetched for source in sources] == [["here"]] * 3
+    passed(prefetcher, sources)
+    passed(prefetcher, sources)
+    waiting(prefetcher)
+    assert [source.fetched[1:3] for source in sources] == [["here", "ahead"], ["ahead"] * 2, ["ahead"] * 2]
+
+
+def test_as_much_is_ahead_as_the_largest_module_has_or_one_module():
+    sources, prefetcher = (
+        [Source(name, nbytes) for name, nbytes in zip("abcdef", (8, 3, 4, 2, 8, 1), strict=True)],
+        Prefetcher(),
+    )
+    passed(prefetcher, sources)
+    found = []
+    for source in sources:
+        passed(prefetcher, [source])
+        found.append("".join(waiting(prefetcher)))
+    assert found == ["bc", "cd", "d", "e", "f", "a"]
+
+
+def test_no_more_than_a_few_small_modules_are_ahead():
+    sources, prefetcher = [Source(str(index)) for index in range(40)], Prefetcher()
+    passed(prefetcher, [Source("large", 1000), *sources])
+    passed(prefetcher, sources[:1])
+    assert waiting(prefetcher) == [str(index) for index in range(1, 9)]
+
+
+def test_another_order_gives_the_same_weights():
+    a, b, c = sources = [Source(name) for name in "abc"]
+    prefetcher = Prefetcher()
+    passed(prefetcher, sources)
+    passed(prefetcher, [a, c, b, a, a, b, c, b])
+
+
+def test_a_module_that_is_called_twice_is_read_for_each_call():
+    a, b = Source("a"), Source("b", 5)
+    prefetcher = Prefetcher()
+    for _ in range(3):
+        passed(prefetcher, [a, b, b, a, b])
+
+
+def test_an_error_of_reading_ahead_is_raised_for_its_module_only():
+    sources, prefetcher = [Source(name) for name in "abc"], Prefetcher()
+    passed(prefetcher, sources)
+    sources[1].fails = True
+    passed(prefetcher, sources[:1])
+    with pytest.raises(OSError, match="b"):
+        prefetcher.take(sources[1])
+    sources[1].fails = False
+    passed(prefetcher, sources)
+
+
+def test_a_copy_learns_its_own_order():
+    prefetcher = Prefetcher()
+    passed(prefetcher, [Source(name) for name in "ab"])
+    assert not copy.deepcopy(prefetcher)._next
