@@ -5,11 +5,13 @@ Read in this order:
     meta_init       building without memory
     sizes, memory   what modules take, and what places have
     device_map      what goes where
+    shortage        what did not fit, and why
     loading         weights from files to their places
     dispatch        a model that is spread over places
     hooks           what happens around a module's forward
     align_hook, attachment, prefetch    how weights come to where they compute; which modules have that
     weights, offloaded_parameter        where they are meanwhile, and what stands for them
+    unchanged_files files that must stay as they are
     model_hooks     hooks that move or cast all weights of a module
     module_tensors  the tensors of a model by name
 """
@@ -24,7 +26,6 @@ from accel_big_model.attachment import (
 )
 from accel_big_model.device_map import check_device_map, clean_device_map, infer_auto_device_map
 from accel_big_model.dispatch import (
-    attach_layerwise_casting_hooks,
     cpu_offload,
     cpu_offload_with_hook,
     disk_offload,
@@ -40,7 +41,12 @@ from accel_big_model.hooks import (
 from accel_big_model.loading import load_checkpoint_and_dispatch
 from accel_big_model.memory import get_balanced_memory, get_max_memory
 from accel_big_model.meta_init import init_empty_weights, init_on_device
-from accel_big_model.model_hooks import CpuOffload, LayerwiseCastingHook, UserCpuOffloadHook
+from accel_big_model.model_hooks import (
+    CpuOffload,
+    LayerwiseCastingHook,
+    UserCpuOffloadHook,
+    attach_layerwise_casting_hooks,
+)
 from accel_big_model.module_tensors import (
     find_tied_parameters,
     named_module_tensors,

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from accel_big_model.module_tensors import set_module_tensor_to_device
+from accel_big_model.unchanged_files import UnchangedFiles
 from accel_checkpoint import stored_in
 from accel_core import CheckpointError
 from accel_core.api.layouts import Box
@@ -44,6 +45,7 @@ class StoredWeights(Mapping[str, torch.Tensor]):
         weakref.finalize(self, self._files.close)
         self._reading = threading.Lock()
         self._stored = stored_in(self.checkpoint, self._files)
+        self._unchanged = UnchangedFiles(stored.file for stored in self._stored.values())
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy opens the files again."""
@@ -55,7 +57,9 @@ class StoredWeights(Mapping[str, torch.Tensor]):
             raise CheckpointError(f"{name!r} in {stored.file} cannot be read: it is {stored.words}.")
         value = _empty(stored.shape, stored.dtype)
         with self._reading:  # a file has one position, and weights are fetched ahead in another thread
+            self._unchanged.check(stored.file)  # before, too: a mapped file that is shorter now would end the process
             stored.read_box(Box.whole(stored.shape), value)
+            self._unchanged.check(stored.file)
         return value
 
     def __iter__(self) -> Iterator[str]:
