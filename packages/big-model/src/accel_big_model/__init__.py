@@ -10,6 +10,7 @@ Read in this order:
     dispatch        a model that is spread over places
     hooks           what happens around a module's forward
     align_hook, attachment, prefetch    how weights come to where they compute; which modules have that
+    tied_weights    weights that come once for several names
     weights, offloaded_parameter        where they are meanwhile, and what stands for them
     unchanged_files files that must stay as they are
     model_hooks     hooks that move or cast all weights of a module

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -18,6 +19,7 @@ from accel_big_model.module_tensors import (
     set_module_tensor_to_device,
 )
 from accel_big_model.offloaded_parameter import Away, module_path
+from accel_big_model.tied_weights import TiedWeights
 from accel_core.api.component import map_tensors
 
 if TYPE_CHECKING:
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 DeviceLike: TypeAlias = torch.device | str | int
 Tied: TypeAlias = dict[int, dict[torch.device, torch.Tensor]]
 """Address of a tied weight → device → the weight there."""
+_CPU = torch.device("cpu")
+_UNTIED = TiedWeights()
 
 
 class AlignDevicesHook(ModelHook):
@@ -68,7 +72,9 @@ class AlignDevicesHook(ModelHook):
         self.input_device: torch.device | None = None
         self.original_devices: dict[str, torch.device] = {}
         self._names: list[str] = []
+        self._path = ""  # of the module in the model, with a dot behind it
         self._away: dict[str, torch.Tensor] = {}
+        self._fetched: dict[str, torch.Tensor] = {}
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Moves the weights to where they compute, or takes them away."""
@@ -84,8 +90,11 @@ class AlignDevicesHook(ModelHook):
         if self.weights_map is None:
             self.weights_map = {name: tensor.detach().to("cpu") for name, tensor in tensors.items()}
         self._names = list(tensors)
-        path = module_path(self.weights_map)
-        self._away = {name: Away.of(tensor, f"{path}{name}") for name, tensor in tensors.items()}
+        path = self._path = module_path(self.weights_map)
+        self._away = {
+            name: self._tied.stand_in(f"{path}{name}", partial(Away.of, tensor, f"{path}{name}"))
+            for name, tensor in tensors.items()
+        }
         for name, tensor in [*_each_name(module, True, self.place_submodules, persistent=False)]:
             if name in tensors:
                 self._take_away(module, name)
@@ -96,7 +105,23 @@ class AlignDevicesHook(ModelHook):
     def fetch(self) -> dict[str, torch.Tensor]:
         """The offloaded weights, by name, on the device where the module computes."""
         assert self.weights_map is not None, "what is offloaded has a store"
-        return {name: self.weights_map[name].to(self.execution_device or "cpu") for name in self._names}
+        device, found = self.execution_device or _CPU, dict[int, torch.Tensor]()
+        for away, name in (
+            (id(self._away[name]), name) for name in self._names
+        ):  # what is tied has one that stands for it
+            if away not in found:
+                found[away] = self._tied.read(self.weights_map, self._path, name, device)
+        return {name: found[id(self._away[name])] for name in self._names}
+
+    def hold(self, weights: dict[str, torch.Tensor]) -> None:
+        """Keeps what was fetched for this call: tied weights are not read again meanwhile."""
+        self._fetched = weights
+        for name, value in weights.items():
+            self._tied.use(f"{self._path}{name}", value)
+
+    @property
+    def _tied(self) -> TiedWeights:
+        return _UNTIED if self.prefetcher is None else self.prefetcher.tied
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Brings inputs and weights."""
@@ -121,6 +146,7 @@ class AlignDevicesHook(ModelHook):
         if self.offload and vars(self).get("_caller") == threading.get_ident():
             for name in self._names:
                 self._take_away(module, name)
+            self._fetched = {}
             del vars(self)["_caller"]
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:  # noqa: ARG002  (its place in every hook)
@@ -135,20 +161,28 @@ class AlignDevicesHook(ModelHook):
             assert self.weights_map is not None, "what is offloaded has a store"
             for name, device in self.original_devices.items():
                 if device.type != "meta":
-                    set_module_tensor_to_device(module, name, device, value=self.weights_map[name])
+                    restore = partial(self._restore, module, name, device)
+                    self._tied.restored(f"{self._path}{name}", restore, *owner_of(module, name))
         return module
+
+    def _restore(self, module: nn.Module, name: str, device: torch.device) -> None:
+        value = self._tied.read(self.weights_map or {}, self._path, name, _CPU)
+        set_module_tensor_to_device(module, name, device, value=value)
 
     def _bring(self, module: nn.Module) -> None:
         fetched = self.fetch() if self.prefetcher is None else self.prefetcher.take(self)
         for name, value in fetched.items():
+            by_address = self.tied_params_map if self.prefetcher is None else None
             set_module_tensor_to_device(
-                module, name, self.execution_device or "cpu", value=value, tied_params_map=self.tied_params_map
+                module, name, self.execution_device or _CPU, value=value, tied_params_map=by_address
             )
         if torch.is_grad_enabled():
             for name in self._names:
                 owner, own = owner_of(module, name)
                 parameter = owner._parameters.get(own)
-                if parameter is not None and parameter.requires_grad:
+                if parameter is None or parameter is self._tied.resident(f"{self._path}{name}"):
+                    continue
+                if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(_refuse_gradient)
 
     def _take_away(self, module: nn.Module, name: str) -> None:

@@ -17,6 +17,7 @@ from accel_big_model.hooks import add_hook_to_module
 from accel_big_model.model_hooks import CpuOffload, UserCpuOffloadHook
 from accel_big_model.module_tensors import as_device, find_tied_parameters, retie_parameters
 from accel_big_model.prefetch import Prefetcher
+from accel_big_model.tied_weights import TiedWeights
 from accel_big_model.weights import INDEX, OffloadedWeightsLoader, offload_state_dict
 
 if TYPE_CHECKING:
@@ -162,6 +163,8 @@ def spread(
         tensor = model.get_parameter(names[0])
         if tensor.device.type != "meta" and tensor.numel():
             kept[tensor.data_ptr()] = {}
+    shared = TiedWeights(tied)
+    shared.keep_resident(model, lambda name: place_of(name, places) in offloaded)
     attach_align_device_hook_on_blocks(
         model,
         {name: main_device if place in offloaded else place for name, place in places.items()},
@@ -171,7 +174,7 @@ def spread(
         skip_keys=skip_keys,
         preload_module_classes=preload_module_classes,
         tied_params_map=kept,
-        prefetcher=Prefetcher(),
+        prefetcher=Prefetcher(shared),
     )
     if not any(place in offloaded for place in distinct):
         retie_parameters(model, tied)
@@ -244,7 +247,7 @@ def _offloaded(
         offload_buffers=offload_buffers,
         weights_map=weights,
         preload_module_classes=preload_module_classes,
-        prefetcher=Prefetcher(),
+        prefetcher=Prefetcher(TiedWeights(find_tied_parameters(model))),
     )
     return model
 

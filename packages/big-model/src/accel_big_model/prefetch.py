@@ -6,11 +6,14 @@ a result. At most one module's weights are fetched ahead.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+
+from accel_big_model.tied_weights import TiedWeights
 
 
 class Source(Protocol):
@@ -21,11 +24,15 @@ class Source(Protocol):
     def fetch(self) -> dict[str, torch.Tensor]:
         """The weights, on the device where they are used."""
 
+    def hold(self, weights: dict[str, torch.Tensor]) -> None:
+        """Keeps the weights for the call that begins."""
+
 
 class Prefetcher:
-    """One thread that fetches ahead, for all modules of a model."""
+    """One thread that fetches ahead, for all modules of a model; `tied` is read as seldom as possible."""
 
-    def __init__(self) -> None:
+    def __init__(self, tied: TiedWeights | None = None) -> None:
+        self.tied = TiedWeights() if tied is None else tied
         self._next: weakref.WeakKeyDictionary[Source, weakref.ref[Source]] = weakref.WeakKeyDictionary()
         self._last: weakref.ref[Source] | None = None
         self._ahead: tuple[weakref.ref[Source], Future[dict[str, torch.Tensor]]] | None = None
@@ -40,16 +47,20 @@ class Prefetcher:
         self._last = this
         ahead, self._ahead = self._ahead, None
         weights = ahead[1].result() if ahead is not None and ahead[0]() is source else source.fetch()
+        source.hold(weights)
         following = self._next.get(source)
         if following is not None and (guess := following()) is not None:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="accel-prefetch")
-            self._ahead = following, self._thread.submit(_fetch, guess, _computing_stream(guess.execution_device))
+            self._ahead = (
+                following,
+                self._thread.submit(_fetch, guess, _computing_stream(guess.execution_device), weights),
+            )
         return weights
 
-    def __deepcopy__(self, memo: object) -> Prefetcher:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Prefetcher:
         """A copy of a model learns its own order."""
-        return Prefetcher()
+        return Prefetcher(copy.deepcopy(self.tied, memo))
 
 
 def _computing_stream(device: torch.device) -> torch.Stream | None:
@@ -57,8 +68,11 @@ def _computing_stream(device: torch.device) -> torch.Stream | None:
     return None if device.type in ("cpu", "meta") else torch.accelerator.current_stream(device)
 
 
-def _fetch(source: Source, computing: torch.Stream | None) -> dict[str, torch.Tensor]:
-    """Fetches in the thread, on a stream of its own: copies run beside the computation."""
+def _fetch(source: Source, computing: torch.Stream | None, held: object) -> dict[str, torch.Tensor]:  # noqa: ARG001
+    """Fetches in the thread, on a stream of its own: copies run beside the computation.
+
+    `held`: the weights of the module that computes, so that those which are tied are found.
+    """
     if computing is None:
         return source.fetch()
     with torch.Stream(source.execution_device) as stream:
