@@ -7,6 +7,7 @@ Read in this order:
     device_map      what goes where
     shortage        what did not fit, and why
     loading         weights from files to their places
+    filling         the same without hooks
     dispatch        a model that is spread over places
     hooks           what happens around a module's forward
     align_hook, attachment, prefetch    how weights come to where they compute; which modules have that
@@ -32,6 +33,7 @@ from accel_big_model.dispatch import (
     disk_offload,
     dispatch_model,
 )
+from accel_big_model.filling import load_checkpoint_in_model
 from accel_big_model.hooks import (
     ModelHook,
     SequentialHook,
@@ -107,6 +109,7 @@ __all__ = [
     "init_empty_weights",
     "init_on_device",
     "load_checkpoint_and_dispatch",
+    "load_checkpoint_in_model",
     "load_offloaded_weight",
     "load_offloaded_weights",
     "named_module_tensors",

@@ -38,6 +38,7 @@ KNOWN_PROVIDERS: Mapping[str, Mapping[str, str | None]] = MappingProxyType(
         "accel.checkpoints": {"neutral": "accel-checkpoint"},
         "accel.importers": {"deepspeed": "accel-deepspeed"},
         "accel.recorders": {"background": "accel-trackers"},
+        "accel.placements": {"device_map": "accel-big-model"},
         "accel.diagnostics": {"nonfinite": "accel-diagnostics"},
         "accel.commands": {"checkpoint": "accel-checkpoint", "deepspeed": "accel-deepspeed"},
     }

@@ -1,4 +1,4 @@
-"""Components under default names: for checkpoints, `detect_nonfinite=True` and `log_with`."""
+"""Components under default names: for checkpoints, `detect_nonfinite=True`, `log_with` and device maps."""
 # ruff: noqa: D102  (the docstrings of the classes describe their methods)
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 CHECKPOINTS: Final = ("accel.checkpoints", "neutral")
 DETECTOR: Final = ("accel.diagnostics", "nonfinite")
 RECORDER: Final = ("accel.recorders", "background")
+PLACEMENT: Final = ("accel.placements", "device_map")
 """Groups of entry points, and the default name in each."""
 
 _Path = str | os.PathLike[str]
@@ -115,3 +116,7 @@ class Recorder(Protocol):
 
 RecorderFactory = Callable[["Chosen", "TrackingKwargs", "World", "ProjectConfiguration"], Recorder]
 """Makes a recorder for these trackers: the second says how failures are treated, the last where local trackers write."""
+
+Placement = Callable[..., None]
+"""Reads weights into a model that lies in several places: called with a model, a file or folder, and keywords of
+`load_checkpoint_in_model`: `device_map`, `offload_folder`, `dtype`, `offload_state_dict`, `offload_buffers`, `keep_in_fp32_modules`, `strict`."""
