@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import importlib.metadata
 import json
 import os
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
@@ -17,8 +19,8 @@ from torch import nn
 
 from accel_checkpoint import load_checkpoint_in_model, write_weights
 from accel_checkpoint.reading import Checkpoint
+from accel_checkpoint.weights import loading
 from accel_core import Accelerator, CheckpointError, NotInstalledError
-from accel_core.plugins import offers
 from accel_testing import run_ranks
 
 EVERY_FORM = {
@@ -567,15 +569,14 @@ def test_one_device_for_the_whole_model_is_where_it_goes(saved, device):
 def test_models_in_several_places_are_left_to_their_package(saved, option, monkeypatch):
     """It is called with what was asked for, and named where it is not installed."""
     (name, value), *_ = option.items()
-    monkeypatch.setattr(offers, "list_offers", lambda group: [])
+    monkeypatch.setattr(importlib.metadata, "distributions", list)
     with pytest.raises(NotInstalledError) as error:
         load_checkpoint_in_model(Tied(), saved[1], **option)
     assert f"load_checkpoint_in_model() with {name}={value!r} needs accel-big-model" in str(error.value)
     assert "Type: pip install accel-big-model" in str(error.value)
     calls = []
-    installed = offers.Offer("accel.placements", "device_map", "of:me", "me", "1")
-    monkeypatch.setattr(offers, "list_offers", lambda group: [installed])
-    monkeypatch.setattr(offers.Offer, "load", lambda self: lambda *given, **options: calls.append((given, options)))
+    offer = SimpleNamespace(load=lambda: lambda *given, **options: calls.append((given, options)))
+    monkeypatch.setattr(loading, "find_default", lambda *_: offer)
     model = Tied()
     load_checkpoint_in_model(nn.DataParallel(model), saved[1], dtype="bfloat16", strict=False, **option)
     ((given, options),) = calls

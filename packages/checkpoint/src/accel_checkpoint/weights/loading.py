@@ -27,7 +27,6 @@ from accel_core.api.checkpoint import PLACEMENT, find_default
 from accel_core.api.layouts import Box
 
 if TYPE_CHECKING:
-    from accel_core.api.checkpoint import Placement
     from accel_core.api.layouts import State
 
 _SLAB = 16 << 20  # bytes of a tied weight that are compared at a time, if the files have it twice
@@ -92,7 +91,7 @@ def load_checkpoint_in_model(
         slots = slots_of(declared())
     elif asked := _asked(device_map=(_several(device_map), None), **offloading):
         options = {name: value for name, (value, _) in offloading.items()}
-        place: Placement = find_default(*PLACEMENT, f"{CALL} with {asked}").load()
+        place = find_default(*PLACEMENT, f"{CALL} with {asked}").load()
         place(
             inner,
             checkpoint,

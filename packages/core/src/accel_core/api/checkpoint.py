@@ -1,7 +1,7 @@
 """Names for checkpoint formats: the run to save, its parts, and collective steps of all ranks."""
 
 from accel_core.collectives.collective_steps import everywhere, exchange, located, on_each_rank, on_main_rank, portable
-from accel_core.contract.default_components import PLACEMENT, CheckpointComponent, Placement
+from accel_core.contract.default_components import PLACEMENT, CheckpointComponent
 from accel_core.contract.hook_specs import LAYOUT_HOOKS
 from accel_core.contract.tensor_layouts import (
     WHOLE,
@@ -22,7 +22,7 @@ from accel_core.processes.random_state import TORCH_STREAM, begin_random_state, 
 
 __all__ = [
     "LAYOUT_HOOKS", "PLACEMENT", "TORCH_STREAM", "WHOLE", "Accumulation", "Asynchronous", "CheckpointComponent", "Explanation",
-    "LoadHook", "OptimizerState", "Placement", "Prepared", "PreparedModel", "Run", "SaveHook", "SavedEntry", "SavedOptimizer",
+    "LoadHook", "OptimizerState", "Prepared", "PreparedModel", "Run", "SaveHook", "SavedEntry", "SavedOptimizer",
     "begin_random_state", "check_random_state", "everywhere", "exchange", "find_default", "format_table", "has_state", "held_by",
     "is_state", "located", "memory_of", "names_of", "on_each_rank", "on_main_rank", "portable", "uncovered",
     "uncovered_part",

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 CHECKPOINTS: Final = ("accel.checkpoints", "neutral")
 DETECTOR: Final = ("accel.diagnostics", "nonfinite")
 RECORDER: Final = ("accel.recorders", "background")
-PLACEMENT: Final = ("accel.placements", "device_map")
+PLACEMENT: Final = ("accel.placements", "device_map")  # `load_checkpoint_in_model` for a model in several places
 """Groups of entry points, and the default name in each."""
 
 _Path = str | os.PathLike[str]
@@ -116,7 +116,3 @@ class Recorder(Protocol):
 
 RecorderFactory = Callable[["Chosen", "TrackingKwargs", "World", "ProjectConfiguration"], Recorder]
 """Makes a recorder for these trackers: the second says how failures are treated, the last where local trackers write."""
-
-Placement = Callable[..., None]
-"""Reads weights into a model that lies in several places: called with a model, a file or folder, and keywords of
-`load_checkpoint_in_model`: `device_map`, `offload_folder`, `dtype`, `offload_state_dict`, `offload_buffers`, `keep_in_fp32_modules`, `strict`."""
