@@ -9,6 +9,7 @@ Read in this order:
     loading         weights from files to their places
     filling         the same without hooks
     dispatch        a model that is spread over places
+    strategy        Accelerator(strategy="dispatch")
     hooks           what happens around a module's forward
     align_hook, attachment, prefetch    how weights come to where they compute; which modules have that
     tied_weights    weights that come once for several names
@@ -63,6 +64,7 @@ from accel_big_model.sizes import (
     dtype_byte_size,
     get_max_layer_size,
 )
+from accel_big_model.strategy import Dispatch
 from accel_big_model.weights import (
     OffloadedWeightsLoader,
     PrefixedDataset,
@@ -77,6 +79,7 @@ from accel_big_model.weights import (
 __all__ = [
     "AlignDevicesHook",
     "CpuOffload",
+    "Dispatch",
     "LayerwiseCastingHook",
     "ModelHook",
     "OffloadedWeightsLoader",

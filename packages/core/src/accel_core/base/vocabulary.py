@@ -28,10 +28,11 @@ class LoggerType(Word):
     MLFLOW, SWANLAB, TENSORBOARD, TRACKIO, WANDB = "mlflow", "swanlab", "tensorboard", "trackio", "wandb"
 
 
+_STRATEGIES = {"deepspeed": "accel-deepspeed", "dispatch": "accel-big-model", "fsdp": "accel-fsdp", "megatron_lm": None}
 _PRECISIONS = ("bf16", "bf16-true", "fp16", "fp16-true", "fp8", "mxfp8")
 KNOWN_PROVIDERS: Mapping[str, Mapping[str, str | None]] = MappingProxyType(
     {
-        "accel.strategies": {"deepspeed": "accel-deepspeed", "fsdp": "accel-fsdp", "megatron_lm": None},
+        "accel.strategies": _STRATEGIES,
         "accel.precisions": dict.fromkeys(_PRECISIONS, "accel-precision"),
         "accel.loaders": {"sharded": "accel-data"},
         "accel.trackers": {str(kind): "accel-trackers" for kind in LoggerType if kind is not LoggerType.ALL},
