@@ -8,6 +8,7 @@ Read in this order:
     shortage        what did not fit, and why
     loading         weights from files to their places
     filling         the same without hooks
+    quantized_loading, quantizers       the same with linear layers quantised
     dispatch        a model that is spread over places
     strategy        Accelerator(strategy="dispatch")
     hooks           what happens around a module's forward
@@ -57,6 +58,8 @@ from accel_big_model.module_tensors import (
     retie_parameters,
     set_module_tensor_to_device,
 )
+from accel_big_model.quantized_loading import load_and_quantize_model
+from accel_big_model.quantizers import BnbQuantizationConfig
 from accel_big_model.sizes import (
     calculate_maximum_sizes,
     compute_module_sizes,
@@ -78,6 +81,7 @@ from accel_big_model.weights import (
 
 __all__ = [
     "AlignDevicesHook",
+    "BnbQuantizationConfig",
     "CpuOffload",
     "Dispatch",
     "LayerwiseCastingHook",
@@ -111,6 +115,7 @@ __all__ = [
     "infer_auto_device_map",
     "init_empty_weights",
     "init_on_device",
+    "load_and_quantize_model",
     "load_checkpoint_and_dispatch",
     "load_checkpoint_in_model",
     "load_offloaded_weight",
