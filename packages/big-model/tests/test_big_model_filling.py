@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
 from torch import nn
 
 import accel_core
-from accel_big_model import dispatch_model, init_empty_weights, load_checkpoint_in_model
+from accel_big_model import (
+    align_module_device,
+    dispatch_model,
+    has_offloaded_params,
+    init_empty_weights,
+    load_checkpoint_and_dispatch,
+    load_checkpoint_in_model,
+)
+from accel_big_model.weights import StoredWeights
 from accel_checkpoint import write_weights
 from accel_core import Accelerator, CheckpointError
 
@@ -67,6 +76,31 @@ def test_a_model_is_filled_and_then_dispatched(form, places, tmp_path):
     model = dispatch_model(model, places, offload_dir=tmp_path / "offloaded")
     for _ in range(2):
         assert torch.equal(model(IDS), net()(IDS))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_model_that_is_written_to_a_folder_needs_its_files_no_longer(form, tmp_path):
+    FORMS[form](tmp_path / "weights")
+    options = {"device_map": MAP, "offload_folder": tmp_path / "offloaded", "dtype": torch.bfloat16}
+    model = load_checkpoint_and_dispatch(empty(), tmp_path / "weights", **options)
+    shutil.rmtree(tmp_path / "weights")
+    for _ in range(2):
+        assert torch.equal(model(IDS), net().bfloat16()(IDS))
+
+
+def test_what_is_offloaded_to_main_memory_is_not_read_again(tmp_path, monkeypatch):
+    """It computes on another device, for which meta stands here."""
+    FORMS["folder"](tmp_path)
+    places = {"embedding": "meta", "middle.0": "cpu", "middle.1": "disk", "head": "meta"}
+    model = load_checkpoint_and_dispatch(empty(), tmp_path, device_map=places)
+    reads, read = [], StoredWeights.__getitem__
+    monkeypatch.setattr(StoredWeights, "__getitem__", lambda self, name: reads.append(name) or read(self, name))
+    assert has_offloaded_params(model.middle[0])
+    model(IDS.to("meta"))
+    assert set(reads) == {"middle.1.weight", "middle.1.bias"}
+    expected = net().middle[0]
+    with align_module_device(model.middle[0], "cpu"):
+        assert torch.equal(model.middle[0].weight, expected.weight)
 
 
 @pytest.mark.parametrize(

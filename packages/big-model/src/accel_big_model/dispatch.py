@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import nn
@@ -156,7 +157,7 @@ def spread(
     if main_device is None:
         main_device = next((place for place in places.values() if place not in ("cpu", "disk")), "cpu")
     offloaded: list[Place] = ["disk"] if as_device(main_device).type == "cpu" else ["cpu", "disk"]
-    weights = store.weights(offloaded) if isinstance(store, _Store) else store
+    weights = store.weights(offloaded) if isinstance(store, _Store) else _kept(model, places, offloaded, store)
     tied = find_tied_parameters(model)
     kept: dict[int, dict[torch.device, torch.Tensor]] = {}
     for names in tied:  # a tied weight in memory is moved to each device once
@@ -181,6 +182,17 @@ def spread(
     setattr(model, "hf_device_map", dict(places))  # noqa: B010  (a plain attribute, not a module or tensor)
     model.to = _Refusal(type(model).__name__)  # type: ignore[method-assign]
     return model
+
+
+def _kept(
+    model: nn.Module, places: Mapping[str, Place], offloaded: Sequence[Place], store: Mapping[str, torch.Tensor]
+) -> Mapping[str, torch.Tensor]:
+    """The store, behind what is offloaded to main memory: that is there, and not read again."""
+    if "cpu" not in offloaded:
+        return store
+    own = {name: value for name, value in model.state_dict().items() if place_of(name, places) == "cpu"}
+    in_memory = {name: value.detach() for name, value in own.items() if not value.is_meta}
+    return ChainMap(in_memory, cast("dict[str, torch.Tensor]", store))
 
 
 class _Refusal:

@@ -5,22 +5,15 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 import accel_checkpoint
-from accel_big_model.device_map import place_of
-from accel_big_model.loading import FittingWeights, planned, wanted_by
-from accel_big_model.module_tensors import (
-    as_device,
-    find_tied_parameters,
-    retie_parameters,
-    set_module_tensor_to_device,
-)
-from accel_big_model.weights import StoredWeights, offload_weight, save_offload_index
+from accel_big_model.loading import FittingWeights, fill, planned, wanted_by
+from accel_big_model.module_tensors import find_tied_parameters, retie_parameters
+from accel_big_model.weights import StoredWeights
 
 if TYPE_CHECKING:
     from accel_big_model.memory import Place
@@ -80,34 +73,8 @@ def load_checkpoint_in_model(
     wanted = _kept_wide(model, wanted_by(model, chosen), keep_in_fp32_modules)
     weights = FittingWeights(StoredWeights(checkpoint), wanted, tied)
     weights.check(type(model).__name__, strict)
-    stays = set() if offload_buffers else {name for name, _ in model.named_buffers()}
-    _fill(model, weights, places, stays, offload_folder)
+    fill(model, weights, places, offload_buffers, offload_folder)
     retie_parameters(model, tied)
-
-
-def _fill(
-    model: nn.Module,
-    weights: FittingWeights,
-    places: Mapping[str, Place],
-    stays: set[str],
-    folder: str | os.PathLike[str] | None,
-) -> None:
-    index: dict[str, dict[str, Any]] = {}
-    tied = {name: names for names in weights.tied for name in names}
-    if folder is not None and "disk" in places.values():
-        Path(folder).mkdir(parents=True, exist_ok=True)
-    for name in weights:
-        place, dtype = place_of(name, places), weights.wanted[name].dtype
-        if place == "disk" and name not in stays:
-            assert folder is not None, "checked before"
-            if index.keys().isdisjoint(tied.get(name, ())):  # one that is tied is written once
-                offload_weight(weights[name], name, folder, index)
-            set_module_tensor_to_device(model, name, "meta", dtype=dtype)
-        else:
-            device = as_device("cpu" if place == "disk" else place)
-            set_module_tensor_to_device(model, name, device, value=weights[name], dtype=dtype)
-    if folder is not None:
-        save_offload_index(index, folder)
 
 
 def _kept_wide(

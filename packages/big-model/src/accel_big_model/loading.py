@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -19,7 +20,7 @@ from accel_big_model.module_tensors import (
     retie_parameters,
     set_module_tensor_to_device,
 )
-from accel_big_model.weights import StoredWeights
+from accel_big_model.weights import INDEX, OffloadedWeightsLoader, StoredWeights, offload_weight, save_offload_index
 from accel_core import CheckpointError
 
 M = TypeVar("M", bound=nn.Module)
@@ -32,8 +33,10 @@ def load_checkpoint_and_dispatch(
     device_map: Mapping[str, Place | torch.device] | str | None = None,
     max_memory: Mapping[Place, int | str] | None = None,
     no_split_module_classes: Sequence[str] | str | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
     offload_buffers: bool = False,
     dtype: torch.dtype | None = None,
+    offload_state_dict: bool = False,  # noqa: ARG001  (one weight at a time is in memory in any case)
     skip_keys: str | Sequence[str] | None = None,
     preload_module_classes: Sequence[str] | None = None,
     force_hooks: bool = False,
@@ -47,11 +50,14 @@ def load_checkpoint_and_dispatch(
         device_map: a map; "auto" or "balanced": accelerators get equally much; "balanced_low_0":
             the first gets little; "sequential": each is filled before the next. None: everything
             goes to the CPU.
+        offload_folder: where weights on "disk" are written, in `dtype`. None: they stay in the files
+            of the checkpoint, which have to stay, too.
         dtype: which floating weights have afterwards. None: that of the model.
         strict: whether names and shapes have to be those of the model. False fills what fits, and
             warns of the rest.
 
-    The other arguments are those of `infer_auto_device_map` and `dispatch_model`. Raises
+    The other arguments are those of `infer_auto_device_map` and `dispatch_model`, but for
+    `offload_state_dict`, which is without effect: one weight at a time is in memory. Raises
     `ValueError` for a map and `CheckpointError` for files that do not fit, before anything is
     changed; a file that cannot be read on the way leaves the model filled in part.
     """
@@ -59,15 +65,39 @@ def load_checkpoint_and_dispatch(
     tied = find_tied_parameters(model)
     weights = FittingWeights(StoredWeights(checkpoint), wanted_by(model, dtype), tied)
     weights.check(type(model).__name__, strict)
+    fill(model, weights, places, offload_buffers, offload_folder)
+    retie_parameters(model, tied)
+    store: Mapping[str, torch.Tensor] = weights
+    if offload_folder is not None and (Path(offload_folder) / INDEX).is_file():
+        store = OffloadedWeightsLoader(save_folder=offload_folder)
+    return spread(model, places, None, store, offload_buffers, skip_keys, preload_module_classes, force_hooks)
+
+
+def fill(
+    model: nn.Module,
+    weights: FittingWeights,
+    places: Mapping[str, Place],
+    offload_buffers: bool,
+    folder: str | os.PathLike[str] | None,
+) -> None:
+    """Puts each weight into its place, one after the other; those on "disk" into a folder, if there is one."""
     stays = set() if offload_buffers else {name for name, _ in model.named_buffers()}
+    tied = {name: names for names in weights.tied for name in names}
+    index: dict[str, dict[str, Any]] = {}
+    if folder is not None and "disk" in places.values():
+        Path(folder).mkdir(parents=True, exist_ok=True)
     for name in weights:
         place = place_of(name, places)
         if place == "disk" and name in stays:
             place = "cpu"  # from where dispatching brings it to where it is used
+        if (
+            place == "disk" and folder is not None and index.keys().isdisjoint(tied.get(name, ()))
+        ):  # once, if it is tied
+            offload_weight(weights[name], name, folder, index)
         value = None if place == "disk" else weights[name]
         set_module_tensor_to_device(model, name, as_device(place), value=value, dtype=weights.wanted[name].dtype)
-    retie_parameters(model, tied)
-    return spread(model, places, None, weights, offload_buffers, skip_keys, preload_module_classes, force_hooks)
+    if folder is not None:
+        save_offload_index(index, folder)
 
 
 def planned(

@@ -12,7 +12,6 @@ import torch
 
 from accel_big_model.align_hook import has_offloaded_params
 from accel_big_model.dispatch import dispatch_model
-from accel_big_model.filling import load_checkpoint_in_model
 from accel_big_model.loading import load_checkpoint_and_dispatch, planned
 from accel_big_model.meta_init import init_empty_weights
 from accel_core import Layout, Single, Strategy, WorldError, hookimpl
@@ -101,13 +100,8 @@ class Dispatch(Strategy):
             return self._spread(factory())
         with init_empty_weights():
             model = factory()
-        places = self._places(model)
-        if self._folder is None or "disk" not in places.values():
-            return load_checkpoint_and_dispatch(model, checkpoint, places, dtype=self._dtype, **self._spreading)
-        load_checkpoint_in_model(
-            model, checkpoint, places, self._folder, self._dtype, offload_buffers=self._offload_buffers
-        )
-        return dispatch_model(model, places, offload_dir=self._folder, **self._spreading)
+        options = {"dtype": self._dtype, "offload_folder": self._folder, **self._spreading}
+        return load_checkpoint_and_dispatch(model, checkpoint, self._places(model), **options)
 
     @hookimpl
     def prepare_model(self, model: nn.Module, optimizers: Sequence[Optimizer], request: PrepareRequest) -> nn.Module:
