@@ -65,34 +65,38 @@ def load_and_quantize_model(
     """
     quantizer = quantizer_of(quantization_config)
     chosen = _chosen(model, quantizer, skip_modules)
-    in_memory = not any(parameter.is_meta for parameter in model.parameters())
-    if weights_location is None and not in_memory:
+    if weights_location is None and any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError(f"{type(model).__name__} is on the meta device and has no weights: pass weights_location=.")
     places = _places(model, quantizer, chosen, device_map, no_split_module_classes, max_memory)
-    main = next((place for place in places.values() if place not in ("cpu", "disk")), "cpu")
-    offloaded = ("disk",) if as_device(main).type == "cpu" else ("cpu", "disk")
-    if in_memory and weights_location is None and any(place in offloaded for place in places.values()):
+    away = _offloaded(places)
+    if away and weights_location is None:
         raise ValueError(
             "A model that has its weights is quantised where it computes: pass weights_location=, or another device_map."
         )
-    away = [name for name in chosen if place_of(name, places) in offloaded]
-    if away and isinstance(device_map, str):
+    lost = [name for name in chosen if place_of(f"{name}.weight", places) in away]
+    if lost and isinstance(device_map, str):
         raise ValueError(
-            f"device_map={device_map!r} would offload {', '.join(away[:3])}{', …' if len(away) > 3 else ''}, and quantised weights stay where "
+            f"device_map={device_map!r} would offload {', '.join(lost[:3])}{', …' if len(lost) > 3 else ''}, and quantised weights stay where "
             f"they compute. Give max_memory= larger limits, or pass a map by name: what it offloads is not quantised."
         )
-    tied = find_tied_parameters(model)
-    wanted = _wanted(model, quantizer)
+    tied, wanted = find_tied_parameters(model), _wanted(model, quantizer)
     weights = None if weights_location is None else FittingWeights(StoredWeights(weights_location), wanted, tied)
     if weights is not None:
         weights.check(type(model).__name__, strict=True)
-    _fill(model, weights, wanted, places, {*chosen} - {*away}, quantizer)
+    _fill(model, weights, wanted, places, {*chosen} - {*lost}, quantizer)
     retie_parameters(model, [names for names in tied if not {name.rpartition(".")[0] for name in names} & {*chosen}])
     quantizer.mark(model)
-    if len({*places.values()}) > 1 or "disk" in places.values():
-        return spread(model, places, None, {} if weights is None else weights, False, None, None, False)
+    if len({*places.values()}) > 1 or away:
+        return spread(model, places, None, weights or {}, False, None, None, False)
     setattr(model, "hf_device_map", places)  # noqa: B010  (a plain attribute, not a module or tensor)
     return model
+
+
+def _offloaded(places: Mapping[str, Place]) -> set[Place]:
+    """The places in a map from which weights are brought to where they compute."""
+    main = next((place for place in places.values() if place not in ("cpu", "disk")), "cpu")
+    kept = ("disk",) if as_device(main).type == "cpu" else ("cpu", "disk")
+    return {place for place in places.values() if place in kept}
 
 
 def _chosen(model: nn.Module, quantizer: Quantizer, skip: Sequence[str] | None) -> list[str]:
