@@ -10,7 +10,7 @@ from torch import nn
 
 from accel_big_model import Dispatch, has_offloaded_params, init_empty_weights, load_checkpoint_and_dispatch
 from accel_checkpoint import write_weights
-from accel_core import Accelerator, NotInstalledError, WorldError
+from accel_core import Accelerator, NotInstalledError, Precision, PrecisionPolicy, WorldError
 from accel_core.api.launcher import find
 
 
@@ -22,6 +22,10 @@ class Block(nn.Module):
 
     def forward(self, x):
         return x + self.norm(self.linear(x))
+
+
+class Half(Precision):
+    policy = PrecisionPolicy(param=torch.bfloat16, input=torch.bfloat16)
 
 
 def net() -> nn.Sequential:
@@ -115,17 +119,17 @@ def test_a_dispatched_model_stays_where_it_is(weights):
 
 
 def test_weights_in_memory_are_cast(weights):
-    accelerator = Accelerator(strategy=Dispatch(force_hooks=True), mixed_precision="bf16-true", cpu=True)
+    accelerator = Accelerator(strategy=Dispatch(force_hooks=True), mixed_precision=Half(), cpu=True)
     model = accelerator.prepare(net())
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     expected = net().bfloat16()(X.bfloat16())
     assert torch.equal(model(X).bfloat16(), expected)
     strategy = Dispatch({"0": "disk", "1": "cpu", "2": "cpu", "3": "cpu"}, dtype=torch.bfloat16)
-    accelerator = Accelerator(strategy=strategy, mixed_precision="bf16-true", cpu=True)
+    accelerator = Accelerator(strategy=strategy, mixed_precision=Half(), cpu=True)
     model = accelerator.prepare_model(accelerator.build_model(net, weights), evaluation_mode=True)
     assert torch.equal(model(X).bfloat16(), expected)
     strategy = Dispatch({"0": "disk", "1": "cpu", "2": "cpu", "3": "cpu"})
-    accelerator = Accelerator(strategy=strategy, mixed_precision="bf16-true", cpu=True)
+    accelerator = Accelerator(strategy=strategy, mixed_precision=Half(), cpu=True)
     model = accelerator.build_model(net, weights)
     with pytest.raises(ValueError, match=r"parameters in torch.bfloat16, but 4 of Sequential, '0.linear.weight'"):
         accelerator.prepare(model)
