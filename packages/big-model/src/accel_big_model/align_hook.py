@@ -106,9 +106,8 @@ class AlignDevicesHook(ModelHook):
         """The offloaded weights, by name, on the device where the module computes."""
         assert self.weights_map is not None, "what is offloaded has a store"
         device, found = self.execution_device or _CPU, dict[int, torch.Tensor]()
-        for away, name in (
-            (id(self._away[name]), name) for name in self._names
-        ):  # what is tied has one that stands for it
+        for name in self._names:
+            away = id(self._away[name])  # one object stands for all names of what is tied
             if away not in found:
                 found[away] = self._tied.read(self.weights_map, self._path, name, device)
         return {name: found[id(self._away[name])] for name in self._names}
@@ -171,11 +170,9 @@ class AlignDevicesHook(ModelHook):
 
     def _bring(self, module: nn.Module) -> None:
         fetched = self.fetch() if self.prefetcher is None else self.prefetcher.take(self)
+        device, by_address = self.execution_device or _CPU, self.tied_params_map if self.prefetcher is None else None
         for name, value in fetched.items():
-            by_address = self.tied_params_map if self.prefetcher is None else None
-            set_module_tensor_to_device(
-                module, name, self.execution_device or _CPU, value=value, tied_params_map=by_address
-            )
+            set_module_tensor_to_device(module, name, device, value=value, tied_params_map=by_address)
         if torch.is_grad_enabled():
             for name in self._names:
                 owner, own = owner_of(module, name)
