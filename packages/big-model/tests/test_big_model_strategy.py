@@ -107,6 +107,13 @@ def test_a_model_in_memory_trains_as_in_one_process(device_map):
     assert kept == ([True] * 16 if device_map == "auto" else ([True] * 4 + [False] * 4) * 2)
 
 
+@pytest.mark.parametrize(("place", "hooked"), [("cpu", False), ("cpu:0", True)])
+def test_one_place_brings_inputs_that_come_from_another_device(place, hooked, weights):
+    model = Accelerator(strategy=Dispatch({"": place}), cpu=True).build_model(net, weights)
+    assert hasattr(model, "_hf_hook") is hooked
+    assert torch.equal(model(X), net()(X))
+
+
 def test_a_dispatched_model_stays_where_it_is(weights):
     with init_empty_weights():
         model = net()

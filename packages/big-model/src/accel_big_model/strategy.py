@@ -14,6 +14,7 @@ from accel_big_model.align_hook import has_offloaded_params
 from accel_big_model.dispatch import dispatch_model
 from accel_big_model.loading import load_checkpoint_and_dispatch, planned
 from accel_big_model.meta_init import init_empty_weights
+from accel_big_model.module_tensors import as_device
 from accel_core import Layout, Single, Strategy, WorldError, hookimpl
 from accel_core.api.strategy import ParameterReplacement, cast_parameters, compile_calls, override_calls
 
@@ -66,11 +67,8 @@ class Dispatch(Strategy):
         self._max_memory = None if max_memory is None else _with_numbers(max_memory.items())
         self._folder = offload_folder
         self._no_split, self._dtype, self._offload_buffers = no_split_module_classes, dtype, offload_buffers
-        self._spreading: dict[str, Any] = {
-            "offload_buffers": offload_buffers,
-            "preload_module_classes": preload_module_classes,
-            "force_hooks": force_hooks,
-        }
+        self._preload, self._force_hooks = preload_module_classes, force_hooks
+        self._device = torch.device("cpu")
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def details(self) -> Mapping[str, str]:
@@ -91,6 +89,7 @@ class Dispatch(Strategy):
                 f"strategy 'dispatch' was asked for, which spreads a model over the devices of one process, but the launcher "
                 f"({world.source}) started {world.size}. Start one process, or choose a strategy that shards: 'fsdp', 'deepspeed'."
             )
+        self._device = world.device
         return Layout.data_parallel(world)
 
     @hookimpl
@@ -100,8 +99,9 @@ class Dispatch(Strategy):
             return self._spread(factory())
         with init_empty_weights():
             model = factory()
-        options = {"dtype": self._dtype, "offload_folder": self._folder, **self._spreading}
-        return load_checkpoint_and_dispatch(model, checkpoint, self._places(model), **options)
+        places = self._places(model)
+        options = {"dtype": self._dtype, "offload_folder": self._folder, **self._options(places)}
+        return load_checkpoint_and_dispatch(model, checkpoint, places, **options)
 
     @hookimpl
     def prepare_model(self, model: nn.Module, optimizers: Sequence[Optimizer], request: PrepareRequest) -> nn.Module:
@@ -122,7 +122,17 @@ class Dispatch(Strategy):
         return model
 
     def _spread(self, model: nn.Module) -> nn.Module:
-        return dispatch_model(model, self._places(model), offload_dir=self._folder, **self._spreading)
+        places = self._places(model)
+        return dispatch_model(model, places, offload_dir=self._folder, **self._options(places))
+
+    def _options(self, places: Mapping[str, Place]) -> dict[str, Any]:
+        """Options of dispatching. One place has hooks if batches come from another device."""
+        elsewhere = any(as_device(place) != self._device for place in places.values())
+        return {
+            "offload_buffers": self._offload_buffers,
+            "preload_module_classes": self._preload,
+            "force_hooks": self._force_hooks or elsewhere,
+        }
 
     def _places(self, model: nn.Module) -> dict[str, Place]:
         no_split = self._no_split
