@@ -13,6 +13,7 @@ from accel_big_model import (
     cpu_offload,
     disk_offload,
     dispatch_model,
+    get_state_dict_offloaded_model,
     init_empty_weights,
     load_checkpoint_and_dispatch,
     remove_hook_from_submodules,
@@ -134,6 +135,17 @@ def test_tied_weights_are_one_while_they_are_away(files):
     assert len(list(model.parameters())) == len(list(net().parameters()))
     remove_hook_from_submodules(model)
     assert model.head.weight is model.embedding.weight
+
+
+@pytest.mark.parametrize("preload", [None, ["Net"]])
+@pytest.mark.parametrize("places", [{"": "disk"}, SOME])
+def test_all_weights_are_read_for_writing(places, preload, files):
+    model = loaded(files, places, preload_module_classes=preload)
+    state, expected = get_state_dict_offloaded_model(model), net().state_dict()
+    model(IDS)  # whose weights come and go
+    assert list(state) == list(expected)
+    assert all(torch.equal(state[name], expected[name]) for name in expected)
+    assert state["head.weight"].data_ptr() == state["embedding.weight"].data_ptr()
 
 
 def test_tied_weights_are_found_under_any_name_in_an_index(tmp_path):

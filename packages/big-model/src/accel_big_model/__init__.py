@@ -16,6 +16,7 @@ Read in this order:
     tied_weights    weights that come once for several names
     weights, offloaded_parameter        where they are meanwhile, and what stands for them
     unchanged_files files that must stay as they are
+    whole_state     all weights of an offloaded model
     model_hooks     hooks that move or cast all weights of a module
     module_tensors  the tensors of a model by name
 """
@@ -78,6 +79,7 @@ from accel_big_model.weights import (
     offload_weight,
     save_offload_index,
 )
+from accel_big_model.whole_state import get_state_dict_offloaded_model
 
 __all__ = [
     "AlignDevicesHook",
@@ -111,6 +113,7 @@ __all__ = [
     "get_balanced_memory",
     "get_max_layer_size",
     "get_max_memory",
+    "get_state_dict_offloaded_model",
     "has_offloaded_params",
     "infer_auto_device_map",
     "init_empty_weights",
