@@ -64,6 +64,20 @@ def test_a_file_that_is_cut_short_in_the_middle_of_a_run(name, tmp_path):
         model(X)
 
 
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_folder_that_is_written_to_in_the_middle_of_a_run(replaced, tmp_path):
+    model = disk_offload(net(), tmp_path)
+    model(X)
+    path = tmp_path / "1.weight.dat"
+    content = bytes(reversed(path.read_bytes()))
+    if replaced:
+        path.unlink()
+        (tmp_path / "other").write_bytes(b"")  # so that its number is not given again
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"1.weight.dat was written to while a model reads"):
+        model(X)
+
+
 @pytest.mark.parametrize("how", ["replace", "remove"])
 def test_a_file_that_is_replaced_or_removed_is_read_on(how, folder):
     model = on_disk(folder)

@@ -111,6 +111,8 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         self.device = device
         self._files: dict[str, StoredWeights] = {}
         self.all_keys = list(dict.fromkeys([*self.state_dict, *self.index]))
+        files = [] if self.save_folder is None else [self.save_folder / f"{key}.dat" for key in self.index]
+        self._unchanged = UnchangedFiles(files, open_anew=True)
 
     def __getitem__(self, key: str) -> torch.Tensor:
         if key in self.state_dict:
@@ -119,7 +121,9 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         if (file := entry.get("safetensors_file")) is None:
             if self.save_folder is None:
                 raise ValueError(f"{key!r} is a file in a folder that is not known: pass save_folder=.")
-            return load_offloaded_weight(str(self.save_folder / f"{key}.dat"), entry)
+            value = load_offloaded_weight(path := self.save_folder / f"{key}.dat", entry)
+            self._unchanged.check(path)
+            return value
         if file not in self._files:
             self._files[file] = StoredWeights(file)
         value = self._files[file][entry.get("weight_name", key)]
