@@ -44,10 +44,7 @@ KNOWN_PROVIDERS: Mapping[str, Mapping[str, str | None]] = MappingProxyType(
         "accel.commands": {"checkpoint": "accel-checkpoint", "deepspeed": "accel-deepspeed"},
     }
 )
-"""Which distribution to install for a name that nothing installed offers: entry-point group → name → distribution.
-
-None: scripts use the name, and no distribution offers it yet.
-"""
+"""Entry-point group → name → the distribution to install for it; None: scripts use the name, and none offers it yet."""
 
 _NAMES_OF = {
     "accel-data": (
