@@ -112,9 +112,8 @@ class AlignDevicesHook(ModelHook):
                 found[away] = self._tied.read(self.weights_map, self._path, name, device)
         return {name: found[id(self._away[name])] for name in self._names}
 
-    def hold(self, weights: dict[str, torch.Tensor]) -> None:
-        """Keeps what was fetched for this call: tied weights are not read again meanwhile."""
-        self._fetched = weights
+    def note(self, weights: dict[str, torch.Tensor]) -> None:
+        """Notes what was fetched: while it is in use, tied weights are not read again."""
         for name, value in weights.items():
             self._tied.use(f"{self._path}{name}", value)
 
@@ -171,6 +170,7 @@ class AlignDevicesHook(ModelHook):
     def _bring(self, module: nn.Module) -> None:
         fetched = self.fetch() if self.prefetcher is None else self.prefetcher.take(self)
         device, by_address = self.execution_device or _CPU, self.tied_params_map if self.prefetcher is None else None
+        self._fetched = fetched
         for name, value in fetched.items():
             set_module_tensor_to_device(module, name, device, value=value, tied_params_map=by_address)
         if torch.is_grad_enabled():

@@ -24,8 +24,8 @@ class Source(Protocol):
     def fetch(self) -> dict[str, torch.Tensor]:
         """The weights, on the device where they are used."""
 
-    def hold(self, weights: dict[str, torch.Tensor]) -> None:
-        """Keeps the weights for the call that begins."""
+    def note(self, weights: dict[str, torch.Tensor]) -> None:
+        """Lets others that share one of these weights find it."""
 
 
 class Prefetcher:
@@ -46,8 +46,11 @@ class Prefetcher:
             self._next[last] = this
         self._last = this
         ahead, self._ahead = self._ahead, None
-        weights = ahead[1].result() if ahead is not None and ahead[0]() is source else source.fetch()
-        source.hold(weights)
+        if ahead is not None and ahead[0]() is source:
+            weights = ahead[1].result()
+        else:
+            weights = source.fetch()
+            source.note(weights)
         following = self._next.get(source)
         if following is not None and (guess := following()) is not None:
             if self._thread is None:
@@ -74,10 +77,12 @@ def _fetch(source: Source, computing: torch.Stream | None, held: object) -> dict
     `held`: the weights of the module that computes, so that those which are tied are found.
     """
     if computing is None:
-        return source.fetch()
-    with torch.Stream(source.execution_device) as stream:
         weights = source.fetch()
-    stream.synchronize()  # only this thread waits
-    for weight in weights.values():
-        weight.record_stream(computing)  # its memory is not given away before what computes has used it
+    else:
+        with torch.Stream(source.execution_device) as stream:
+            weights = source.fetch()
+        stream.synchronize()  # only this thread waits
+        for weight in weights.values():
+            weight.record_stream(computing)  # its memory is not given away before what computes has used it
+    source.note(weights)
     return weights
