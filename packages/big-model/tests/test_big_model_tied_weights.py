@@ -17,8 +17,8 @@ from accel_big_model import (
     init_empty_weights,
     load_checkpoint_and_dispatch,
     remove_hook_from_submodules,
+    weights,
 )
-from accel_big_model.weights import StoredWeights
 from accel_checkpoint import write_weights
 
 
@@ -56,9 +56,16 @@ def files(tmp_path):
 @pytest.fixture
 def reads(monkeypatch):
     """The names of weights, as they are read from files."""
-    names = []
-    read = StoredWeights.__getitem__
-    monkeypatch.setattr(StoredWeights, "__getitem__", lambda self, name: names.append(name) or read(self, name))
+    names, stored_in = [], weights.stored_in
+
+    def noting(*given):
+        def noted(name, read):
+            return lambda *box: names.append(name) or read(*box)
+
+        found = stored_in(*given)
+        return {name: each._replace(read_box=noted(name, each.read_box)) for name, each in found.items()}
+
+    monkeypatch.setattr(weights, "stored_in", noting)
     return names
 
 
