@@ -8,6 +8,7 @@ recorded; where accel-checkpoint is, it is saved and loaded, and elsewhere it mu
 
 from __future__ import annotations
 
+import os
 import tempfile
 from importlib import metadata
 from pathlib import Path
@@ -21,6 +22,7 @@ from accel_core import Accelerator, NotInstalledError
 BATCH, SAMPLES = 4, 32
 TOLERANCES = {"no": 1e-6, "bf16": 2e-2}  # the largest difference of a weight
 DEFAULTS = ("single", "ddp")
+ALONE = ("dispatch",)  # of one process
 
 
 def dataset():
@@ -111,7 +113,8 @@ def compared(strategy, precision, folder):
 
 
 def main():
-    strategies = [None, *(name for name in offered("accel.strategies") if name not in DEFAULTS)]
+    left_out = {*DEFAULTS, *(ALONE if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ())}
+    strategies = [None, *(name for name in offered("accel.strategies") if name not in left_out)]
     precisions = [name for name in offered("accel.precisions") if name in TOLERANCES]
     with tempfile.TemporaryDirectory() as folder:
         ran = [compared(strategy, precision, Path(folder)) for strategy in strategies for precision in precisions]

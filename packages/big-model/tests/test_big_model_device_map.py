@@ -77,19 +77,23 @@ def test_modules_that_share_a_weight_go_together_and_count_it_once():
 
 
 def test_fallback_finds_a_module_that_fits():
-    model = nn.Sequential(nn.Linear(10, 10), nn.Linear(2, 2))
-    plain = infer_auto_device_map(model, {0: 450, "cpu": 2000})
+    """Beside it there is room for the largest layer, which computes there too."""
+    model = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10), nn.Linear(2, 2))
+    plain = infer_auto_device_map(model, {0: 470, "cpu": 2000})
     assert plain == {"": "cpu"}
-    assert infer_auto_device_map(model, {0: 450, "cpu": 2000}, fallback_allocation=True) == {"1": 0, "0": "cpu"}
+    found = infer_auto_device_map(model, {0: 470, "cpu": 2000}, fallback_allocation=True)
+    assert found == {"2": 0, "0": "cpu", "1": "cpu"}
+    assert infer_auto_device_map(model, {0: 450, "cpu": 2000}, fallback_allocation=True) == {"": "cpu"}
 
 
 def test_buffers_without_room_are_told():
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(100))
+    norms = (nn.BatchNorm1d(100) for _ in range(3))
+    model = nn.Sequential(nn.Linear(3, 4), *norms, nn.Linear(20, 20))
     with pytest.warns(
         UserWarning,
-        match=r"Buffers of offloaded modules \(808 bytes\) stay on accelerator 0, which has 700 bytes.*offload_buffers=True",
+        match=r"Buffers of offloaded modules \(2424 bytes\) stay on accelerator 0, which has 1736 bytes.*offload_buffers=True",
     ):
-        infer_auto_device_map(model, {0: 700, "cpu": 5000})
+        infer_auto_device_map(model, {0: 1800, "cpu": 50000})
 
 
 def test_balanced_limits_give_each_accelerator_its_share():
@@ -152,4 +156,58 @@ def test_limits_of_accelerators_that_are_not_here_are_refused(monkeypatch):
 def test_decisions_are_told_where_asked_for(verbose, caplog):
     with caplog.at_level("INFO"):
         infer_auto_device_map(Small(), {0: 200, "cpu": 300}, verbose=verbose)
-    assert ("linear1" in caplog.text) is verbose
+    words = [
+        "['linear1'] go to 0: 64 bytes.",
+        (
+            "batchnorm (72 bytes) does not fit on 0: 36 bytes free, of 200 bytes with 64 bytes used, 100 bytes kept for "
+            "linear2, the largest that waits."
+        ),
+    ]
+    assert all((each in caplog.text) is verbose for each in words)
+
+
+def test_what_stays_on_disk_is_told_with_the_reasons(caplog):
+    infer_auto_device_map(Small(), {0: 170, "cpu": 150})
+    assert caplog.messages == [
+        (
+            "batchnorm, linear2 (172 bytes) will be read from disk for each call.\n"
+            "  batchnorm (72 bytes) does not fit on 0: 6 bytes free, of 170 bytes with 64 bytes used, 100 bytes kept for "
+            "linear2, the largest that waits.\n"
+            "  batchnorm (72 bytes) does not fit on 'cpu': 50 bytes free, of 150 bytes with 0 bytes used, 100 bytes kept for "
+            "linear2, the largest that waits.\n"
+            "Give max_memory= larger limits, or load the weights in a smaller dtype=."
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        (
+            {0: 90, "cpu": 90},
+            r"linear2 \(Linear\) takes 100 bytes, and 'cpu', .* has 90 bytes .* 0 bytes used. Give max_",
+        ),
+        (
+            {"cpu": 0},
+            r"linear2 \(Linear\) takes 100 bytes, and 'cpu', .* has 0 bytes for it: a limit of 0 bytes, 0 bytes",
+        ),
+        ({0: 90}, r"linear2 \(Linear\) takes 100 bytes, and 'cpu', .* has 0 bytes for it: a limit of 0 bytes"),
+    ],
+)
+def test_memory_that_does_not_suffice_for_the_largest_layer_is_refused(limits, message):
+    with pytest.raises(ValueError, match=f"The memory does not suffice for the largest layer: {message}"):
+        infer_auto_device_map(Small(), limits)
+
+
+def test_a_class_that_is_kept_whole_and_fits_nowhere_is_named():
+    model = nn.Sequential(nn.Linear(4, 4), Small())
+    with pytest.raises(ValueError, match=r"1 \(Small\) takes 236 bytes.*leave 'Small' out of no_split_module_classes="):
+        infer_auto_device_map(model, {"cpu": 200}, no_split_module_classes="Small")
+
+
+def test_room_is_kept_where_what_is_offloaded_computes():
+    """The first accelerator has too little for any layer, so that it is the second one."""
+    found = infer_auto_device_map(Small(), {0: 10, 1: 180, "cpu": 200})
+    assert found == {"linear1": 1, "batchnorm": "cpu", "linear2": "cpu"}
+    found = infer_auto_device_map(Small(), {0: 10, 1: 200, 2: 180, "cpu": 200})
+    assert found == {"linear1": 1, "batchnorm": 2, "linear2": 2}

@@ -25,6 +25,9 @@ class Source:
             raise OSError(self.name)
         return {"weight": torch.zeros(1), self.name: torch.zeros(1)}
 
+    def note(self, weights):
+        return []
+
 
 def passed(prefetcher: Prefetcher, sources: list[Source]) -> None:
     for source in sources:

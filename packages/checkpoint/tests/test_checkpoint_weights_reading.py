@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import importlib.metadata
 import json
 import os
 import pickle
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
@@ -18,6 +20,7 @@ from torch import nn
 
 from accel_checkpoint import load_checkpoint_in_model, stored_in, write_weights
 from accel_checkpoint.reading import Checkpoint
+from accel_checkpoint.weights import loading
 from accel_core import Accelerator, CheckpointError, NotInstalledError
 from accel_core.api.layouts import Box
 from accel_testing import run_ranks
@@ -563,20 +566,31 @@ def test_one_device_for_the_whole_model_is_where_it_goes(saved, device):
 
 @pytest.mark.parametrize("option", [
     {"device_map": "auto"}, {"device_map": {"embedding": "cpu", "": "cpu"}}, {"device_map": {"": "disk"}}, {"device_map": {}},
-    {"offload_folder": "here"}, {"offload_state_dict": True}, {"offload_buffers": True}, {"offload_8bit_bnb": True},
+    {"offload_folder": "here"}, {"offload_state_dict": True}, {"offload_buffers": True},
 ])  # fmt: skip
-def test_models_in_several_places_are_left_to_their_package(saved, option):
+def test_models_in_several_places_are_left_to_their_package(saved, option, monkeypatch):
+    """It is called with what was asked for, and named where it is not installed."""
     (name, value), *_ = option.items()
-    with pytest.raises(
-        NotInstalledError, match=r"accel_big_model.load_checkpoint_and_dispatch \(pip install accel-big-model\)"
-    ) as error:
+    monkeypatch.setattr(importlib.metadata, "distributions", list)
+    with pytest.raises(NotInstalledError) as error:
         load_checkpoint_in_model(Tied(), saved[1], **option)
-    assert f"{name}={value!r}" in str(error.value)
+    assert f"load_checkpoint_in_model() with {name}={value!r} needs accel-big-model" in str(error.value)
+    assert "Type: pip install accel-big-model" in str(error.value)
+    calls = []
+    offer = SimpleNamespace(load=lambda: lambda *given, **options: calls.append((given, options)))
+    monkeypatch.setattr(loading, "find_default", lambda *_: offer)
+    model = Tied()
+    load_checkpoint_in_model(nn.DataParallel(model), saved[1], dtype="bfloat16", strict=False, **option)
+    ((given, options),) = calls
+    usual = {"device_map": None, "offload_folder": None, "offload_state_dict": False, "offload_buffers": False}
+    assert given == (model, saved[1])
+    assert options == {**usual, "dtype": "bfloat16", "keep_in_fp32_modules": None, "strict": False, **option}
 
 
 @pytest.mark.parametrize("options, message", [
     ({"device_map": {"": "nowhere"}}, r"device_map=\{'': 'nowhere'\} names no device: .* Pass \{'': 'cpu'\}"),
     ({"device_map": {"": "meta"}}, r"device_map=\{'': 'meta'\} leaves no memory to read weights into\. Pass another"),
+    ({"offload_8bit_bnb": True}, "asked for offload_8bit_bnb=True, but 8-bit weights stay in memory. Leave it out"),
     ({"full_state_dict": False}, "asked for full_state_dict=False, but every rank reads what it has by itself"),
     ({"broadcast_from_rank0": True}, "asked for broadcast_from_rank0=True, but every rank reads what it has by itself"),
     ({"dtype": torch.int8}, r"dtype=torch.int8 is no floating dtype\. Pass one such as torch.bfloat16"),

@@ -164,7 +164,10 @@ def test_the_older_name_of_the_devices_is_known():
         (["--xqzw"], "no such option. `accel launch -h` shows all options"),
         (["-x"], "-x was given, and there is no such option. `accel launch -h` shows all options"),
         (["-np", "2"], "-np was given, which is no option here. Type --num-processes"),
-        (["--strategy"], "nothing follows. Expected one of ddp, deepspeed, fsdp, single. Type --strategy=VALUE"),
+        (
+            ["--strategy"],
+            "nothing follows. Expected one of ddp, deepspeed, (dispatch, )?fsdp, single. Type --strategy=VALUE",
+        ),
         (["--num-processes"], "without its value: nothing follows. Expected a whole number"),
         (["--num-processes", "--cpu"], "without its value: --cpu follows"),
         (["--main-process-ip", "-m", "x"], "without its value: -m follows"),

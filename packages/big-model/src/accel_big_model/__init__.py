@@ -5,11 +5,18 @@ Read in this order:
     meta_init       building without memory
     sizes, memory   what modules take, and what places have
     device_map      what goes where
+    shortage        what did not fit, and why
     loading         weights from files to their places
+    filling         the same without hooks
+    quantized_loading, quantizers       the same with linear layers quantised
     dispatch        a model that is spread over places
+    strategy        Accelerator(strategy="dispatch")
     hooks           what happens around a module's forward
     align_hook, attachment, prefetch    how weights come to where they compute; which modules have that
+    tied_weights    weights that come once for several names
     weights, host_buffers, offloaded_parameter    where they are meanwhile, in which memory, and what stands for them
+    unchanged_files files that must stay as they are
+    whole_state     all weights of an offloaded model
     model_hooks     hooks that move or cast all weights of a module
     module_tensors  the tensors of a model by name
     estimate        memory that training takes, by dtype and strategy; a room of its own
@@ -25,7 +32,6 @@ from accel_big_model.attachment import (
 )
 from accel_big_model.device_map import check_device_map, clean_device_map, infer_auto_device_map
 from accel_big_model.dispatch import (
-    attach_layerwise_casting_hooks,
     cpu_offload,
     cpu_offload_with_hook,
     disk_offload,
@@ -33,6 +39,7 @@ from accel_big_model.dispatch import (
 )
 from accel_big_model.estimate.estimating import estimate_memory
 from accel_big_model.estimate.result import MemoryEstimate, StrategyEstimate
+from accel_big_model.filling import load_checkpoint_in_model
 from accel_big_model.hooks import (
     ModelHook,
     SequentialHook,
@@ -43,13 +50,20 @@ from accel_big_model.hooks import (
 from accel_big_model.loading import load_checkpoint_and_dispatch
 from accel_big_model.memory import get_balanced_memory, get_max_memory
 from accel_big_model.meta_init import init_empty_weights, init_on_device
-from accel_big_model.model_hooks import CpuOffload, LayerwiseCastingHook, UserCpuOffloadHook
+from accel_big_model.model_hooks import (
+    CpuOffload,
+    LayerwiseCastingHook,
+    UserCpuOffloadHook,
+    attach_layerwise_casting_hooks,
+)
 from accel_big_model.module_tensors import (
     find_tied_parameters,
     named_module_tensors,
     retie_parameters,
     set_module_tensor_to_device,
 )
+from accel_big_model.quantized_loading import load_and_quantize_model
+from accel_big_model.quantizers import BnbQuantizationConfig
 from accel_big_model.sizes import (
     calculate_maximum_sizes,
     compute_module_sizes,
@@ -57,6 +71,7 @@ from accel_big_model.sizes import (
     dtype_byte_size,
     get_max_layer_size,
 )
+from accel_big_model.strategy import Dispatch
 from accel_big_model.weights import (
     OffloadedWeightsLoader,
     PrefixedDataset,
@@ -67,10 +82,13 @@ from accel_big_model.weights import (
     offload_weight,
     save_offload_index,
 )
+from accel_big_model.whole_state import get_state_dict_offloaded_model
 
 __all__ = [
     "AlignDevicesHook",
+    "BnbQuantizationConfig",
     "CpuOffload",
+    "Dispatch",
     "LayerwiseCastingHook",
     "MemoryEstimate",
     "ModelHook",
@@ -101,11 +119,14 @@ __all__ = [
     "get_balanced_memory",
     "get_max_layer_size",
     "get_max_memory",
+    "get_state_dict_offloaded_model",
     "has_offloaded_params",
     "infer_auto_device_map",
     "init_empty_weights",
     "init_on_device",
+    "load_and_quantize_model",
     "load_checkpoint_and_dispatch",
+    "load_checkpoint_in_model",
     "load_offloaded_weight",
     "load_offloaded_weights",
     "named_module_tensors",

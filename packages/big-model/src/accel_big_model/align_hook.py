@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -18,7 +19,7 @@ from accel_big_model.module_tensors import (
     set_module_tensor_to_device,
 )
 from accel_big_model.offloaded_parameter import Away, module_path
-from accel_big_model.weights import lent
+from accel_big_model.tied_weights import TiedWeights
 from accel_core.api.component import map_tensors
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 DeviceLike: TypeAlias = torch.device | str | int
 Tied: TypeAlias = dict[int, dict[torch.device, torch.Tensor]]
 """Address of a tied weight → device → the weight there."""
+_CPU = torch.device("cpu")
+_UNTIED = TiedWeights()
 
 
 class AlignDevicesHook(ModelHook):
@@ -70,7 +73,9 @@ class AlignDevicesHook(ModelHook):
         self.original_devices: dict[str, torch.device] = {}
         self.nbytes = 0
         self._names: list[str] = []
+        self._path = ""  # of the module in the model, with a dot behind it
         self._away: dict[str, torch.Tensor] = {}
+        self._fetched: dict[str, torch.Tensor] = {}
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Moves the weights to where they compute, or takes them away."""
@@ -87,8 +92,11 @@ class AlignDevicesHook(ModelHook):
             self.weights_map = {name: tensor.detach().to("cpu") for name, tensor in tensors.items()}
         self._names = list(tensors)
         self.nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        path = module_path(self.weights_map)
-        self._away = {name: Away.of(tensor, f"{path}{name}") for name, tensor in tensors.items()}
+        path = self._path = module_path(self.weights_map)
+        self._away = {
+            name: self._tied.stand_in(f"{path}{name}", partial(Away.of, tensor, f"{path}{name}"))
+            for name, tensor in tensors.items()
+        }
         for name, tensor in [*_each_name(module, True, self.place_submodules, persistent=False)]:
             if name in tensors:
                 self._take_away(module, name)
@@ -99,8 +107,20 @@ class AlignDevicesHook(ModelHook):
     def fetch(self) -> dict[str, torch.Tensor]:
         """The offloaded weights, by name, on the device where the module computes."""
         assert self.weights_map is not None, "what is offloaded has a store"
-        device = self.execution_device or "cpu"
-        return {name: lent(self.weights_map, name).to(device) for name in self._names}
+        device, found = self.execution_device or _CPU, dict[int, torch.Tensor]()
+        for name in self._names:
+            away = id(self._away[name])  # one object stands for all names of what is tied
+            if away not in found:
+                found[away] = self._tied.read(self.weights_map, self._path, name, device)
+        return {name: found[id(self._away[name])] for name in self._names}
+
+    def note(self, weights: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Notes what was fetched, and returns what is tied: it is not read again while it is in use."""
+        return [value for name, value in weights.items() if self._tied.use(f"{self._path}{name}", value)]
+
+    @property
+    def _tied(self) -> TiedWeights:
+        return _UNTIED if self.prefetcher is None else self.prefetcher.tied
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Brings inputs and weights."""
@@ -128,6 +148,7 @@ class AlignDevicesHook(ModelHook):
         if self.offload and vars(self).get("_caller") == threading.get_ident():
             for name in self._names:
                 self._take_away(module, name)
+            self._fetched = {}
             del vars(self)["_caller"]
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:  # noqa: ARG002  (its place in every hook)
@@ -142,26 +163,34 @@ class AlignDevicesHook(ModelHook):
             assert self.weights_map is not None, "what is offloaded has a store"
             for name, device in self.original_devices.items():
                 if device.type != "meta":
-                    set_module_tensor_to_device(module, name, device, value=self.weights_map[name])
+                    restore = partial(self._restore, module, name, device)
+                    self._tied.restored(f"{self._path}{name}", restore, *owner_of(module, name))
         return module
+
+    def _restore(self, module: nn.Module, name: str, device: torch.device) -> None:
+        value = self._tied.read(self.weights_map or {}, self._path, name, _CPU)
+        set_module_tensor_to_device(module, name, device, value=value)
 
     def _bring(self, module: nn.Module) -> None:
         fetched = self.fetch() if self.prefetcher is None else self.prefetcher.take(self)
+        self._fetched = fetched
         for name, value in fetched.items():
             self._place(module, name, value)
         if torch.is_grad_enabled():
             for name in self._names:
                 owner, own = owner_of(module, name)
                 parameter = owner._parameters.get(own)
-                if parameter is not None and parameter.requires_grad:
+                if parameter is None or parameter is self._tied.resident(f"{self._path}{name}"):
+                    continue
+                if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(_refuse_gradient)
 
     def _place(self, module: nn.Module, name: str, value: torch.Tensor) -> None:
-        away = self._away[name]
-        filled = away.filled(value) if isinstance(away, Away) and not self.tied_params_map else None
+        away, by_address = self._away[name], self.tied_params_map if self.prefetcher is None else None
+        filled = away.filled(value) if isinstance(away, Away) and not by_address else None
         if filled is None:
-            device = self.execution_device or "cpu"
-            set_module_tensor_to_device(module, name, device, value=value, tied_params_map=self.tied_params_map)
+            device = self.execution_device or _CPU
+            set_module_tensor_to_device(module, name, device, value=value, tied_params_map=by_address)
         else:
             owner, own = owner_of(module, name)
             owner._parameters[own] = filled

@@ -23,6 +23,7 @@ from torch import nn
 
 from accel_big_model.memory import Place, get_max_memory
 from accel_big_model.module_tensors import find_tied_parameters, is_below
+from accel_big_model.shortage import OFFLOADED, Room, check_layers, in_words, left_on_disk
 from accel_big_model.sizes import compute_module_sizes, get_max_layer_size, is_layer
 
 Part: TypeAlias = tuple[str, nn.Module | torch.Tensor]
@@ -50,14 +51,16 @@ def infer_auto_device_map(
         no_split_module_classes: names of classes that go to one place as a whole, such as blocks
             with a residual connection.
         dtype, special_dtypes: in which the weights will be, as in `compute_module_sizes`.
-        verbose: tells every decision in the log, at level INFO.
+        verbose: tells every decision in the log, at level INFO: what goes where, and what did not fit
+            where, with bytes.
         clean_result: joins modules whose parts all go to one place.
         offload_buffers: whether the buffers of offloaded modules are offloaded too. Otherwise they
             stay on the first accelerator, and a warning says so if it has no room for them.
         fallback_allocation: where nothing fits on the first accelerator in order, takes the first
             module that does.
 
-    The disk takes what fits nowhere else.
+    The disk takes what fits nowhere else, and a warning in the log says why. Raises `ValueError` if
+    the largest layer of what is offloaded has no room where it would compute.
     """
     limits = get_max_memory(max_memory)
     places: list[Place] = [*limits, *(["disk"] if "disk" not in limits else [])]
@@ -73,6 +76,10 @@ def infer_auto_device_map(
         fallback=fallback_allocation,
     )
     planner.place(_parts_of(model))
+    placed = {name: (planner.parts[name], place) for name, place in planner.map.items()}
+    check_layers(placed, limits, planner.used, sizes, no_split)
+    if (warning := left_on_disk(planner.map, sizes, planner.refused)) is not None:
+        _log.warning("%s", warning)
     if not offload_buffers:
         _check_buffers(planner, compute_module_sizes(model, dtype, special_dtypes, buffers_only=True))
     return clean_device_map(planner.map) if clean_result else planner.map
@@ -91,10 +98,8 @@ class _Planner:
     fallback: bool
     map: OrderedDict[str, Place] = field(default_factory=OrderedDict)
     used: dict[Place, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        accelerators = [place for place in self.places if place not in ("cpu", "disk")]
-        self.reserving = {*accelerators[:1], "cpu"}
+    parts: dict[str, nn.Module | torch.Tensor] = field(default_factory=dict)
+    refused: list[str] = field(default_factory=list)
 
     def place(self, waiting: list[Part]) -> None:
         """Gives every part a place."""
@@ -103,32 +108,44 @@ class _Planner:
             name, module = part = waiting.pop(0)
             place = self.places[current]
             room = self._room(place, waiting)
+            free = None if room is None else room.free
             beside = self._tied_to(name, waiting)
             size = self._size_of(part, beside)
-            if room is None or size <= room:
+            if free is None or size <= free:
                 self._put([part, *beside], place, size)
                 waiting = [each for each in waiting if each not in beside]
-            elif beside and self.sizes.get(name, 0) <= (room or 0) and not all(self._is_layer(each) for each in beside):
+            elif beside and self.sizes.get(name, 0) <= free and not all(self._is_layer(each) for each in beside):
                 waiting = self._divided([part, *waiting], next(each for each in beside if not self._is_layer(each)))
             elif not self._is_layer(part):
                 waiting = [*_children(name, module), *waiting]  # type: ignore[arg-type]
             else:
+                assert room is not None, "what has no limit takes everything"
+                self._refuse(name, size, room)
                 waiting = [part, *waiting]
-                found = self._fallback(place, current, waiting, room)
+                found = self._fallback(place, current, waiting)
                 if found is None:
-                    _log.log(self.level, "%s (%d bytes) does not fit on %s.", name, size, place)
                     current += 1
                 else:
                     self._put([found], place, self.sizes.get(found[0], 0))
                     waiting = [each for each in self._divided_around(waiting, found[0]) if each[0] != found[0]]
                     current += 1
 
-    def _room(self, place: Place, waiting: Sequence[Part]) -> int | None:
-        """Bytes left, less those kept for the largest waiting layer; None: there is no limit."""
+    def _room(self, place: Place, waiting: Sequence[Part]) -> Room | None:
+        """What is left of a place; None: there is no limit."""
         if place == "disk":
             return None
-        reserved = get_max_layer_size(waiting, self.sizes, self.no_split)[0] if place in self.reserving else 0
-        return self.limits[place] - reserved - self.used.get(place, 0)
+        kept, layers = 0, [""]
+        if place == "cpu" or self._computes(place):
+            kept, layers = get_max_layer_size(waiting, self.sizes, self.no_split)
+        return Room(place, self.limits[place], self.used.get(place, 0), kept, layers[0] if layers else "")
+
+    def _computes(self, place: Place) -> bool:
+        """Whether what is offloaded computes there: on the first accelerator that has a module."""
+        return not any(self.used.get(before) for before in self.places[: self.places.index(place)])
+
+    def _refuse(self, name: str, size: int, room: Room) -> None:
+        self.refused.append(room.refuses(name, size))
+        _log.log(self.level, "%s.", self.refused[-1])
 
     def _is_layer(self, part: Part) -> bool:
         return is_layer(part[1], self.no_split)
@@ -144,10 +161,10 @@ class _Planner:
         return self.sizes.get(part[0], 0) + sum(self.sizes.get(name, 0) for name, _ in beside)
 
     def _put(self, parts: Sequence[Part], place: Place, size: int) -> None:
-        _log.log(self.level, "%s go to %s: %d bytes.", [name for name, _ in parts], place, size)
+        _log.log(self.level, "%s go to %r: %s.", [name for name, _ in parts], place, in_words(size))
         self.used[place] = self.used.get(place, 0) + size
-        for name, _ in parts:
-            self.map[name] = place
+        for name, part in parts:
+            self.map[name], self.parts[name] = place, part
 
     def _divided(self, waiting: list[Part], part: Part) -> list[Part]:
         """The parts with one of them replaced by its children."""
@@ -159,14 +176,15 @@ class _Planner:
             waiting = self._divided(waiting, next(each for each in waiting if is_below(name, each[0])))
         return waiting
 
-    def _fallback(self, place: Place, current: int, waiting: Sequence[Part], room: int) -> Part | None:
+    def _fallback(self, place: Place, current: int, waiting: Sequence[Part]) -> Part | None:
         """The first part that fits an empty first accelerator, the largest level first."""
-        if not self.fallback or self.used.get(place) or current or place in ("cpu", "disk"):
+        room = self._room(place, waiting)
+        if not self.fallback or self.used.get(place) or current or place == "cpu" or room is None:
             return None
         level = list(waiting)
         while level:
             for part in level:
-                if 0 < self._size_of(part, beside := self._tied_to(part[0], waiting)) <= room and not beside:
+                if 0 < self._size_of(part, beside := self._tied_to(part[0], waiting)) <= room.free and not beside:
                     return part
             level = [child for part in level if not self._is_layer(part) for child in _children(*part)]  # type: ignore[arg-type]
         return None
@@ -182,11 +200,10 @@ def _children(name: str, module: nn.Module) -> list[Part]:
 
 def _check_buffers(planner: _Planner, buffers: Mapping[str, int]) -> None:
     """Warns if the buffers of what is offloaded have no room on the accelerator where they stay."""
-    accelerators = [place for place in planner.places if place not in ("cpu", "disk")]
-    if not accelerators:
+    first = next((place for place in planner.map.values() if place not in OFFLOADED), None)
+    if first is None:
         return
-    first = accelerators[0]
-    offloaded = sum(buffers.get(name, 0) for name, place in planner.map.items() if place in ("cpu", "disk"))
+    offloaded = sum(buffers.get(name, 0) for name, place in planner.map.items() if place in OFFLOADED)
     if offloaded and planner.used.get(first, 0) + offloaded > planner.limits[first]:
         warnings.warn(
             f"Buffers of offloaded modules ({offloaded} bytes) stay on accelerator {first!r}, which has "

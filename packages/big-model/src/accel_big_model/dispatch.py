@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections import ChainMap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import nn
@@ -14,9 +15,10 @@ from accel_big_model.align_hook import AlignDevicesHook, DeviceLike
 from accel_big_model.attachment import attach_align_device_hook, attach_align_device_hook_on_blocks
 from accel_big_model.device_map import check_device_map, place_of
 from accel_big_model.hooks import add_hook_to_module
-from accel_big_model.model_hooks import CpuOffload, LayerwiseCastingHook, UserCpuOffloadHook
+from accel_big_model.model_hooks import CpuOffload, UserCpuOffloadHook
 from accel_big_model.module_tensors import as_device, find_tied_parameters, retie_parameters
 from accel_big_model.prefetch import Prefetcher
+from accel_big_model.tied_weights import TiedWeights
 from accel_big_model.weights import INDEX, OffloadedWeightsLoader, offload_state_dict
 
 if TYPE_CHECKING:
@@ -100,7 +102,29 @@ class _Store:
             offload_state_dict(self._folder, on_disk)
         folder = self._folder if by_place["disk"] else None
         in_memory = {name: value.detach().to("cpu") for name, value in by_place["cpu"].items()}
-        return _joined(in_memory, folder, self._index)
+        store = _joined(in_memory, folder, self._index)
+        _check_folder(self._model, by_place["disk"], store)
+        return store
+
+
+def _check_folder(model: nn.Module, wanted: Mapping[str, torch.Tensor], store: OffloadedWeightsLoader) -> None:
+    """Raises `ValueError` if a folder or index, which was there before, is that of another model."""
+    tied = {name: names for names in find_tied_parameters(model) for name in names}
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    where, known = store.save_folder or "offload_index=", {*store.all_keys}
+    absent = [name for name in wanted if name in parameters and known.isdisjoint(tied.get(name, [name]))]
+    if absent:
+        raise ValueError(
+            f"{where} lacks {', '.join(absent[:5])}{', …' if len(absent) > 5 else ''}, which {type(model).__name__} has on 'disk': it was "
+            f"written for another model or map. Pass an empty folder."
+        )
+    for name, tensor in wanted.items():
+        shape = tuple(store.index.get(name, {}).get("shape", tensor.shape))
+        if shape != tuple(tensor.shape):
+            raise ValueError(
+                f"{where} has {name} in another shape, {shape} instead of {tuple(tensor.shape)} of this {type(model).__name__}: it was "
+                f"written for another model. Pass an empty folder."
+            )
 
 
 def _joined(
@@ -133,13 +157,15 @@ def spread(
     if main_device is None:
         main_device = next((place for place in places.values() if place not in ("cpu", "disk")), "cpu")
     offloaded: list[Place] = ["disk"] if as_device(main_device).type == "cpu" else ["cpu", "disk"]
-    weights = store.weights(offloaded) if isinstance(store, _Store) else store
+    weights = store.weights(offloaded) if isinstance(store, _Store) else _kept(model, places, offloaded, store)
     tied = find_tied_parameters(model)
     kept: dict[int, dict[torch.device, torch.Tensor]] = {}
     for names in tied:  # a tied weight in memory is moved to each device once
         tensor = model.get_parameter(names[0])
         if tensor.device.type != "meta" and tensor.numel():
             kept[tensor.data_ptr()] = {}
+    shared = TiedWeights(tied)
+    shared.keep_resident(model, lambda name: place_of(name, places) in offloaded)
     attach_align_device_hook_on_blocks(
         model,
         {name: main_device if place in offloaded else place for name, place in places.items()},
@@ -149,13 +175,24 @@ def spread(
         skip_keys=skip_keys,
         preload_module_classes=preload_module_classes,
         tied_params_map=kept,
-        prefetcher=Prefetcher(),
+        prefetcher=Prefetcher(shared),
     )
     if not any(place in offloaded for place in distinct):
         retie_parameters(model, tied)
     setattr(model, "hf_device_map", dict(places))  # noqa: B010  (a plain attribute, not a module or tensor)
     model.to = _Refusal(type(model).__name__)  # type: ignore[method-assign]
     return model
+
+
+def _kept(
+    model: nn.Module, places: Mapping[str, Place], offloaded: Sequence[Place], store: Mapping[str, torch.Tensor]
+) -> Mapping[str, torch.Tensor]:
+    """The store, behind what is offloaded to main memory: that is there, and not read again."""
+    if "cpu" not in offloaded:
+        return store
+    own = {name: value for name, value in model.state_dict().items() if place_of(name, places) == "cpu"}
+    in_memory = {name: value.detach() for name, value in own.items() if not value.is_meta}
+    return ChainMap(in_memory, cast("dict[str, torch.Tensor]", store))
 
 
 class _Refusal:
@@ -203,6 +240,7 @@ def disk_offload(
     if execution_device is None:
         execution_device = next(iter(model.parameters())).device
     weights = OffloadedWeightsLoader(save_folder=offload_dir)
+    _check_folder(model, model.state_dict(), weights)
     return _offloaded(model, execution_device, weights, offload_buffers, preload_module_classes)
 
 
@@ -221,7 +259,7 @@ def _offloaded(
         offload_buffers=offload_buffers,
         weights_map=weights,
         preload_module_classes=preload_module_classes,
-        prefetcher=Prefetcher(),
+        prefetcher=Prefetcher(TiedWeights(find_tied_parameters(model))),
     )
     return model
 
@@ -241,46 +279,3 @@ def cpu_offload_with_hook(
     hook = CpuOffload(execution_device, prev_module_hook)
     add_hook_to_module(model, hook, append=True)
     return model, UserCpuOffloadHook(model, hook)
-
-
-def attach_layerwise_casting_hooks(
-    module: nn.Module,
-    storage_dtype: torch.dtype,
-    compute_dtype: torch.dtype,
-    skip_modules_pattern: str | Sequence[str] | None = None,
-    skip_modules_classes: Sequence[type[nn.Module]] | None = None,
-    non_blocking: bool = False,
-) -> None:
-    """Keeps weights of linear, convolution and embedding layers in `storage_dtype`; casts per call.
-
-    `skip_modules_pattern`: regular expressions; modules whose names they are found in are left
-    alone, with what they hold. `skip_modules_classes`: the same by class.
-    """
-    import re
-
-    patterns = [skip_modules_pattern] if isinstance(skip_modules_pattern, str) else list(skip_modules_pattern or ())
-    classes = tuple(skip_modules_classes or ())
-
-    def walk(each: nn.Module, name: str) -> None:
-        if isinstance(each, classes) or any(re.search(pattern, name) for pattern in patterns):
-            return
-        if isinstance(each, _CAST):
-            add_hook_to_module(each, LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking), append=True)
-            return
-        for own, child in each.named_children():
-            walk(child, f"{name}.{own}" if name else own)
-
-    walk(module, "")
-
-
-_CAST = (
-    nn.Linear,
-    nn.Conv1d,
-    nn.Conv2d,
-    nn.Conv3d,
-    nn.ConvTranspose1d,
-    nn.ConvTranspose2d,
-    nn.ConvTranspose3d,
-    nn.Embedding,
-)
-"""The layers whose weights are worth casting."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -18,7 +20,7 @@ from accel_big_model.module_tensors import (
     retie_parameters,
     set_module_tensor_to_device,
 )
-from accel_big_model.weights import StoredWeights
+from accel_big_model.weights import INDEX, OffloadedWeightsLoader, StoredWeights, offload_weight, save_offload_index
 from accel_core import CheckpointError
 
 M = TypeVar("M", bound=nn.Module)
@@ -31,8 +33,10 @@ def load_checkpoint_and_dispatch(
     device_map: Mapping[str, Place | torch.device] | str | None = None,
     max_memory: Mapping[Place, int | str] | None = None,
     no_split_module_classes: Sequence[str] | str | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
     offload_buffers: bool = False,
     dtype: torch.dtype | None = None,
+    offload_state_dict: bool = False,  # noqa: ARG001  (one weight at a time is in memory in any case)
     skip_keys: str | Sequence[str] | None = None,
     preload_module_classes: Sequence[str] | None = None,
     force_hooks: bool = False,
@@ -46,45 +50,85 @@ def load_checkpoint_and_dispatch(
         device_map: a map; "auto" or "balanced": accelerators get equally much; "balanced_low_0":
             the first gets little; "sequential": each is filled before the next. None: everything
             goes to the CPU.
+        offload_folder: where weights on "disk" are written, in `dtype`. None: they stay in the files
+            of the checkpoint, which have to stay, too.
         dtype: which floating weights have afterwards. None: that of the model.
-        strict: whether names and shapes have to be those of the model. False fills what fits.
+        strict: whether names and shapes have to be those of the model. False fills what fits, and
+            warns of the rest.
 
-    The other arguments are those of `infer_auto_device_map` and `dispatch_model`. Raises
+    The other arguments are those of `infer_auto_device_map` and `dispatch_model`, but for
+    `offload_state_dict`, which is without effect: one weight at a time is in memory. Raises
     `ValueError` for a map and `CheckpointError` for files that do not fit, before anything is
     changed; a file that cannot be read on the way leaves the model filled in part.
     """
-    if isinstance(device_map, str):
-        if device_map not in _NAMED:
-            raise ValueError(f"device_map={device_map!r} is none of {', '.join(_NAMED)}, and no map.")
-        if device_map != "sequential":
-            max_memory = get_balanced_memory(
-                model, max_memory, no_split_module_classes, dtype, low_zero=device_map == "balanced_low_0"
-            )
-        device_map = infer_auto_device_map(
-            model, max_memory, no_split_module_classes, dtype, offload_buffers=offload_buffers
-        )
-    places = {
-        name: place if isinstance(place, (int, str)) else str(place)
-        for name, place in (device_map or {"": "cpu"}).items()
-    }
-    check_device_map(model, places)
+    places = planned(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
     tied = find_tied_parameters(model)
-    weights = _Cast(StoredWeights(checkpoint), _wanted(model, dtype), tied)
-    if strict:
-        weights.check(type(model).__name__)
+    weights = FittingWeights(StoredWeights(checkpoint), wanted_by(model, dtype), tied)
+    weights.check(type(model).__name__, strict)
+    fill(model, weights, places, offload_buffers, offload_folder)
+    retie_parameters(model, tied)
+    store: Mapping[str, torch.Tensor] = weights
+    if offload_folder is not None and (Path(offload_folder) / INDEX).is_file():
+        store = OffloadedWeightsLoader(save_folder=offload_folder)
+    return spread(model, places, None, store, offload_buffers, skip_keys, preload_module_classes, force_hooks)
+
+
+def fill(
+    model: nn.Module,
+    weights: FittingWeights,
+    places: Mapping[str, Place],
+    offload_buffers: bool,
+    folder: str | os.PathLike[str] | None,
+) -> None:
+    """Puts each weight into its place, one after the other; those on "disk" into a folder, if there is one."""
     stays = set() if offload_buffers else {name for name, _ in model.named_buffers()}
+    tied = {name: names for names in weights.tied for name in names}
+    index: dict[str, dict[str, Any]] = {}
+    if folder is not None and "disk" in places.values():
+        Path(folder).mkdir(parents=True, exist_ok=True)
     for name in weights:
         place = place_of(name, places)
         if place == "disk" and name in stays:
             place = "cpu"  # from where dispatching brings it to where it is used
+        if (
+            place == "disk" and folder is not None and index.keys().isdisjoint(tied.get(name, ()))
+        ):  # once, if it is tied
+            offload_weight(weights[name], name, folder, index)
         value = None if place == "disk" else weights[name]
         set_module_tensor_to_device(model, name, as_device(place), value=value, dtype=weights.wanted[name].dtype)
         del value  # so that the next one is alone in main memory
-    retie_parameters(model, tied)
-    return spread(model, places, None, weights, offload_buffers, skip_keys, preload_module_classes, force_hooks)
+    if folder is not None:
+        save_offload_index(index, folder)
 
 
-def _wanted(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+def planned(
+    model: nn.Module,
+    device_map: Mapping[str, Place | torch.device] | str | None,
+    max_memory: Mapping[Place, int | str] | None = None,
+    no_split_module_classes: Sequence[str] | str | None = None,
+    dtype: torch.dtype | str | None = None,
+    offload_buffers: bool = False,
+    special_dtypes: Mapping[str, torch.dtype | str] | None = None,
+) -> dict[str, Place]:
+    """The places of a map, or of one that is made for a word; None: everything on the CPU."""
+    if isinstance(device_map, str):
+        if device_map not in _NAMED:
+            raise ValueError(f"device_map={device_map!r} is none of {', '.join(_NAMED)}, and no map.")
+        if device_map != "sequential":
+            low_zero = device_map == "balanced_low_0"
+            max_memory = get_balanced_memory(
+                model, max_memory, no_split_module_classes, dtype, special_dtypes, low_zero=low_zero
+            )
+        device_map = infer_auto_device_map(
+            model, max_memory, no_split_module_classes, dtype, special_dtypes, offload_buffers=offload_buffers
+        )
+    given = {"": "cpu"} if device_map is None else device_map
+    places = {name: place if isinstance(place, (int, str)) else str(place) for name, place in given.items()}
+    check_device_map(model, places)
+    return places
+
+
+def wanted_by(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
     """The weights that a model has to be filled with: name → a tensor on meta."""
     return {
         name: tensor.to("meta", dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype)
@@ -93,7 +137,7 @@ def _wanted(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.Tens
     }
 
 
-class _Cast(Mapping[str, torch.Tensor]):
+class FittingWeights(Mapping[str, torch.Tensor]):
     """The weights of files by a model's names and dtypes; a tied weight by any of its names."""
 
     def __init__(
@@ -103,14 +147,19 @@ class _Cast(Mapping[str, torch.Tensor]):
         aliases = {name: next((each for each in names if each in stored), name) for names in tied for name in names}
         self._keys = {name: name if name in stored else aliases.get(name, name) for name in wanted}
 
-    def check(self, model: str) -> None:
-        """Raises `CheckpointError` unless names and shapes are those of the model."""
+    def check(self, model: str, strict: bool) -> None:
+        """Raises `CheckpointError` unless names and shapes are those of the model; or it warns."""
+        text = self._misfits(model)
+        if text and strict:
+            raise CheckpointError(f"{text} Pass strict=False to read what fits.")
+        if text:
+            warnings.warn(f"{text} The rest is read, because of strict=False.", stacklevel=3)
+
+    def _misfits(self, model: str) -> str:
         for names in self.tied:
             first, *others = [name for name in names if name in self.stored] or [""]
             if unlike := [name for name in others if not torch.equal(self.stored[first], self.stored[name])]:
-                raise CheckpointError(
-                    f"{unlike[0]} is tied to {first} in this {model}, and has another value in {self.stored.checkpoint}."
-                )
+                return f"{unlike[0]} is tied to {first} in this {model}, and has another value in {self.stored.checkpoint}."
         missing = [name for name, key in self._keys.items() if key not in self.stored]
         unexpected = sorted(set(self.stored) - set(self._keys.values()) - set(self.wanted))
         shapes = [
@@ -119,11 +168,8 @@ class _Cast(Mapping[str, torch.Tensor]):
             if key in self.stored and tuple(self.stored.shape_of(key)) != tuple(self.wanted[name].shape)
         ]
         found = {"missing": missing, "unknown to the model": unexpected, "of other shapes": shapes}
-        if any(found.values()):
-            text = "; ".join(f"{len(names)} {what}: {', '.join(names[:5])}" for what, names in found.items() if names)
-            raise CheckpointError(
-                f"The weights in {self.stored.checkpoint} do not fit this {model}: {text}. Pass strict=False to read what fits."
-            )
+        text = "; ".join(f"{len(names)} {what}: {', '.join(names[:5])}" for what, names in found.items() if names)
+        return text and f"The weights in {self.stored.checkpoint} do not fit this {model}: {text}."
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self.stored.read(self._keys[name], self.wanted[name].dtype)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from accel_big_model.hooks import ModelHook, remove_hook_from_module
+from accel_big_model.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from accel_big_model.module_tensors import as_device
 from accel_core.api.component import map_tensors
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from accel_big_model.align_hook import DeviceLike
 
 
@@ -79,6 +82,47 @@ class LayerwiseCastingHook(ModelHook):
         """Casts the weights back."""
         module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
         return output
+
+
+def attach_layerwise_casting_hooks(
+    module: nn.Module,
+    storage_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    skip_modules_pattern: str | Sequence[str] | None = None,
+    skip_modules_classes: Sequence[type[nn.Module]] | None = None,
+    non_blocking: bool = False,
+) -> None:
+    """Keeps weights of linear, convolution and embedding layers in `storage_dtype`; casts per call.
+
+    `skip_modules_pattern`: regular expressions; modules whose names they are found in are left
+    alone, with what they hold. `skip_modules_classes`: the same by class.
+    """
+    patterns = [skip_modules_pattern] if isinstance(skip_modules_pattern, str) else list(skip_modules_pattern or ())
+    classes = tuple(skip_modules_classes or ())
+
+    def walk(each: nn.Module, name: str) -> None:
+        if isinstance(each, classes) or any(re.search(pattern, name) for pattern in patterns):
+            return
+        if isinstance(each, _CAST):
+            add_hook_to_module(each, LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking), append=True)
+            return
+        for own, child in each.named_children():
+            walk(child, f"{name}.{own}" if name else own)
+
+    walk(module, "")
+
+
+_CAST = (
+    nn.Linear,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+    nn.Embedding,
+)
+"""The layers whose weights are worth casting."""
 
 
 def default_device() -> torch.device:

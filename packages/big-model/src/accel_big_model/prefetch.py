@@ -6,12 +6,15 @@ a result. What is ahead has at most as many bytes as the largest module, or is o
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
+
+from accel_big_model.tied_weights import TiedWeights
 
 _MOST = 8  # modules ahead
 
@@ -25,6 +28,9 @@ class Source(Protocol):
     def fetch(self) -> dict[str, torch.Tensor]:
         """The weights, on the device where they are used."""
 
+    def note(self, weights: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Lets others that share one of these weights find it; returns those that are shared."""
+
 
 class _Ahead(NamedTuple):
     source: weakref.ref[Source]
@@ -33,9 +39,10 @@ class _Ahead(NamedTuple):
 
 
 class Prefetcher:
-    """One thread that fetches ahead, for all modules of a model."""
+    """One thread that fetches ahead, for all modules of a model; `tied` is read as seldom as possible."""
 
-    def __init__(self) -> None:
+    def __init__(self, tied: TiedWeights | None = None) -> None:
+        self.tied = TiedWeights() if tied is None else tied
         self._next: weakref.WeakKeyDictionary[Source, weakref.ref[Source]] = weakref.WeakKeyDictionary()
         self._last: weakref.ref[Source] | None = None
         self._ahead: deque[_Ahead] = deque()
@@ -50,12 +57,12 @@ class Prefetcher:
         else:
             self._forget()
             weights = source.fetch()
-        self._fetch_ahead(source)
+        self._fetch_ahead(source, source.note(weights))
         return weights
 
-    def __deepcopy__(self, memo: object) -> Prefetcher:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Prefetcher:
         """A copy of a model learns its own order."""
-        return Prefetcher()
+        return Prefetcher(copy.deepcopy(self.tied, memo))
 
     def _learn(self, source: Source) -> None:
         last = self._last() if self._last is not None else None
@@ -69,7 +76,7 @@ class Prefetcher:
         while self._ahead:
             self._ahead.popleft().weights.cancel()
 
-    def _fetch_ahead(self, source: Source) -> None:
+    def _fetch_ahead(self, source: Source, held: list[torch.Tensor]) -> None:
         ahead = sum(each.nbytes for each in self._ahead)
         last = self._ahead[-1].source() if self._ahead else source
         while (guess := self._after(last)) is not None and guess is not source:
@@ -79,7 +86,7 @@ class Prefetcher:
                 return  # a module that is called twice: what comes after it is not known
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="accel-prefetch")
-            weights = self._thread.submit(_fetch, guess, _computing_stream(guess.execution_device))
+            weights = self._thread.submit(_fetch, guess, _computing_stream(guess.execution_device), held)
             self._ahead.append(_Ahead(weakref.ref(guess), guess.nbytes, weights))
             ahead, last = ahead + guess.nbytes, guess
 
@@ -93,13 +100,18 @@ def _computing_stream(device: torch.device) -> torch.Stream | None:
     return None if device.type in ("cpu", "meta") else torch.accelerator.current_stream(device)
 
 
-def _fetch(source: Source, computing: torch.Stream | None) -> dict[str, torch.Tensor]:
-    """Fetches in the thread, on a stream of its own: copies run beside the computation."""
+def _fetch(source: Source, computing: torch.Stream | None, held: object) -> dict[str, torch.Tensor]:  # noqa: ARG001
+    """Fetches in the thread, on a stream of its own: copies run beside the computation.
+
+    `held`: the tied weights of the module that computes, which are found as long as somebody has them.
+    """
     if computing is None:
-        return source.fetch()
-    with torch.Stream(source.execution_device) as stream:
         weights = source.fetch()
-    stream.synchronize()  # only this thread waits
-    for weight in weights.values():
-        weight.record_stream(computing)  # its memory is not given away before what computes has used it
+    else:
+        with torch.Stream(source.execution_device) as stream:
+            weights = source.fetch()
+        stream.synchronize()  # only this thread waits
+        for weight in weights.values():
+            weight.record_stream(computing)  # its memory is not given away before what computes has used it
+    source.note(weights)
     return weights

@@ -20,6 +20,7 @@ import torch
 
 from accel_big_model.host_buffers import HostBuffers, own_memory
 from accel_big_model.module_tensors import set_module_tensor_to_device
+from accel_big_model.unchanged_files import UnchangedFiles
 from accel_checkpoint import stored_in
 from accel_core import CheckpointError
 from accel_core.api.layouts import Box
@@ -54,6 +55,8 @@ class StoredWeights(Mapping[str, torch.Tensor]):
         self._stored = stored_in(self.checkpoint, self._files)
         self._buffers = HostBuffers()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="accel-read")
+        mapped = (each.file for each in self._stored.values() if each.file.suffix != ".safetensors")
+        self._unchanged = UnchangedFiles(mapped)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy opens the files again."""
@@ -73,7 +76,9 @@ class StoredWeights(Mapping[str, torch.Tensor]):
         if stored.dtype is None or stored.obstacle is not None:
             raise CheckpointError(f"{name!r} in {stored.file} cannot be read: it is {stored.words}.")
         value = memory(stored.shape, stored.dtype)
+        self._unchanged.check(stored.file)  # before, too: a mapped file that is shorter now would end the process
         self._fill(value, stored.read_box)
+        self._unchanged.check(stored.file)
         if dtype in (None, stored.dtype) or not stored.dtype.is_floating_point:
             return value
         return memory(stored.shape, dtype).copy_(value)
@@ -135,6 +140,8 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         self.device = device
         self._files: dict[str, StoredWeights] = {}
         self.all_keys = list(dict.fromkeys([*self.state_dict, *self.index]))
+        files = [] if self.save_folder is None else [self.save_folder / f"{key}.dat" for key in self.index]
+        self._unchanged = UnchangedFiles(files, open_anew=True)
         self._buffers = HostBuffers()
 
     def __getitem__(self, key: str) -> torch.Tensor:
@@ -151,7 +158,10 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         if (file := entry.get("safetensors_file")) is None:
             if self.save_folder is None:
                 raise ValueError(f"{key!r} is a file in a folder that is not known: pass save_folder=.")
-            return _read_dat(self.save_folder / f"{key}.dat", entry, memory)
+            path = self.save_folder / f"{key}.dat"
+            value = _read_dat(path, entry, memory)
+            self._unchanged.check(path)
+            return value
         if file not in self._files:
             self._files[file] = StoredWeights(file)
         value = self._files[file].read(entry.get("weight_name", key), memory=memory)

@@ -22,14 +22,14 @@ from torch import nn
 from accel_checkpoint.weights.sources import CALL, Stored, stored_in, words_for
 from accel_checkpoint.weights.weight_targets import Slot, check_memory, moved, slots_in, slots_of, unwrapped
 from accel_checkpoint.words import listed
-from accel_core import CheckpointError, NotInstalledError
+from accel_core import CheckpointError
+from accel_core.api.checkpoint import PLACEMENT, find_default
 from accel_core.api.layouts import Box
 
 if TYPE_CHECKING:
     from accel_core.api.layouts import State
 
 _SLAB = 16 << 20  # bytes of a tied weight that are compared at a time, if the files have it twice
-_UNSERVED = "For models in several places: accel_big_model.load_checkpoint_and_dispatch (pip install accel-big-model)."
 
 
 def load_checkpoint_in_model(
@@ -49,13 +49,14 @@ def load_checkpoint_in_model(
     """Reads weights into a model: all, or it raises. No collective: a calling rank reads by itself.
 
     Parameters and buffers stay the same objects, and names that share memory stay tied: the files
-    need one of them. `offload_*` and other values of the last two than their defaults are refused.
+    need one of them. Other values of the last two and `offload_8bit_bnb` than theirs are refused.
 
     Args:
         model: inside a compiled or data-parallel wrapper it is filled; of shards, this rank's.
         checkpoint: a `.safetensors`, `.bin` or `.index.json` file; or a directory with a checkpoint
             of one model, model.safetensors, pytorch_model.bin, an index, or a lone `.safetensors`.
-        device_map: {"": device} moves the model there first. Not for shards.
+        device_map: {"": device} moves the model there first. Several places, "disk", a word such as
+            "auto", and the other `offload_*` are served by accel-big-model. Not for shards.
         dtype: of floating tensors that are read, afterwards; None: their own. Not for shards.
         keep_in_fp32_modules: names of modules below which all is float32 whatever `dtype` says.
         strict: False reads what fits, and warns of the rest.
@@ -65,30 +66,46 @@ def load_checkpoint_in_model(
             is as it was, unless the message says that it is filled in part.
         FileNotFoundError, NotInstalledError, ValueError: if nothing is there; if not offered.
     """
-    if asked := _asked(
-        offload_folder=(offload_folder, None),
-        offload_state_dict=(offload_state_dict, False),
-        offload_buffers=(offload_buffers, False),
-        offload_8bit_bnb=(offload_8bit_bnb, False),
-    ):
-        raise NotInstalledError(f"{CALL} was asked for {asked}, but accel-core keeps models in memory. {_UNSERVED}")
+    if offload_8bit_bnb:
+        raise ValueError(f"{CALL} was asked for offload_8bit_bnb=True, but 8-bit weights stay in memory. Leave it out.")
     if asked := _asked(full_state_dict=(full_state_dict, True), broadcast_from_rank0=(broadcast_from_rank0, False)):
         raise ValueError(f"{CALL} was asked for {asked}, but every rank reads what it has by itself. Leave it out.")
-    device = _device(device_map)
     inner = unwrapped(model)
     declared: Callable[[], State] | None = getattr(inner, "accel_state", None)
+    offloading = {
+        "offload_folder": (offload_folder, None),
+        "offload_state_dict": (offload_state_dict, False),
+        "offload_buffers": (offload_buffers, False),
+    }
     if declared is not None:
         if asked := _asked(
-            device_map=(device_map, None), dtype=(dtype, None), keep_in_fp32_modules=(keep_in_fp32_modules, None)
+            device_map=(device_map, None),
+            dtype=(dtype, None),
+            keep_in_fp32_modules=(keep_in_fp32_modules, None),
+            **offloading,
         ):
             raise ValueError(
                 f"{CALL} was asked for {asked}, but this model is cut into shards, which stay where they are and as they are. Choose dtypes "
                 f"before prepare(), or by mixed_precision=."
             )
         slots = slots_of(declared())
+    elif asked := _asked(device_map=(_several(device_map), None), **offloading):
+        options = {name: value for name, (value, _) in offloading.items()}
+        place = find_default(*PLACEMENT, f"{CALL} with {asked}").load()
+        place(
+            inner,
+            checkpoint,
+            device_map=device_map,
+            dtype=dtype,
+            keep_in_fp32_modules=keep_in_fp32_modules,
+            strict=strict,
+            **options,
+        )
+        return
     else:
         check_memory(inner)
         slots = slots_in(inner)
+    device = _device(device_map)
     casts = _casts(slots, _dtype(dtype), keep_in_fp32_modules)
     with ExitStack() as files:
         stored = stored_in(Path(checkpoint), files)
@@ -262,14 +279,16 @@ def _asked(**given: tuple[object, object]) -> str:
     return " and ".join(f"{name}={value!r}" for name, (value, usual) in given.items() if value not in (None, usual))
 
 
+def _several(device_map: Mapping[str, int | str | torch.device] | str | None) -> object:
+    """The map, unless it names one device for the whole model."""
+    single = isinstance(device_map, Mapping) and [*device_map] == [""] and device_map[""] != "disk"
+    return None if single else device_map
+
+
 def _device(device_map: Mapping[str, int | str | torch.device] | str | None) -> torch.device | None:
     if device_map is None:
         return None
-    if isinstance(device_map, str) or list(device_map) != [""] or device_map[""] == "disk":
-        raise NotInstalledError(
-            f"{CALL} was given device_map={device_map!r}, but accel-core puts a model on one device, as in {{'': 'cpu'}}. "
-            f"{_UNSERVED}"
-        )
+    assert isinstance(device_map, Mapping), "words are served elsewhere"
     try:
         device = torch.device(device_map[""])
     except (RuntimeError, TypeError) as error:

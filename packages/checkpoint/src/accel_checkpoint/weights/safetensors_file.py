@@ -63,7 +63,10 @@ class SafetensorsFile:
         if count < len(place) or now[0] < self._state[0]:
             raise CheckpointError(f"{self.path} has become shorter while it was read. Read it when it is complete.")
         if now != self._state:
-            raise CheckpointError(f"{self.path} was written to while its weights are in use. Load them again.")
+            raise CheckpointError(
+                f"{self.path} was written to while its weights are in use. Load them again when it is complete; to replace it, write "
+                f"another file and rename it."
+            )
 
     def _now(self) -> tuple[int, int]:
         """Bytes, and when they were last written."""

@@ -28,16 +28,18 @@ class LoggerType(Word):
     MLFLOW, SWANLAB, TENSORBOARD, TRACKIO, WANDB = "mlflow", "swanlab", "tensorboard", "trackio", "wandb"
 
 
+_STRATEGIES = {"deepspeed": "accel-deepspeed", "dispatch": "accel-big-model", "fsdp": "accel-fsdp", "megatron_lm": None}
 _PRECISIONS = ("bf16", "bf16-true", "fp16", "fp16-true", "fp8", "mxfp8")
 KNOWN_PROVIDERS: Mapping[str, Mapping[str, str | None]] = MappingProxyType(
     {
-        "accel.strategies": {"deepspeed": "accel-deepspeed", "fsdp": "accel-fsdp", "megatron_lm": None},
+        "accel.strategies": _STRATEGIES,
         "accel.precisions": dict.fromkeys(_PRECISIONS, "accel-precision"),
         "accel.loaders": {"sharded": "accel-data"},
         "accel.trackers": {str(kind): "accel-trackers" for kind in LoggerType if kind is not LoggerType.ALL},
         "accel.checkpoints": {"neutral": "accel-checkpoint"},
         "accel.importers": {"deepspeed": "accel-deepspeed"},
         "accel.recorders": {"background": "accel-trackers"},
+        "accel.placements": {"device_map": "accel-big-model"},
         "accel.diagnostics": {"nonfinite": "accel-diagnostics"},
         "accel.commands": {
             "checkpoint": "accel-checkpoint",
@@ -46,10 +48,7 @@ KNOWN_PROVIDERS: Mapping[str, Mapping[str, str | None]] = MappingProxyType(
         },
     }
 )
-"""Which distribution to install for a name that nothing installed offers: entry-point group → name → distribution.
-
-None: scripts use the name, and no distribution offers it yet.
-"""
+"""Entry-point group → name → the distribution to install for it; None: scripts use the name, and none offers it yet."""
 
 _NAMES_OF = {
     "accel-data": (

@@ -1,4 +1,4 @@
-"""Components under default names: for checkpoints, `detect_nonfinite=True` and `log_with`."""
+"""Components under default names: for checkpoints, `detect_nonfinite=True`, `log_with` and device maps."""
 # ruff: noqa: D102  (the docstrings of the classes describe their methods)
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 CHECKPOINTS: Final = ("accel.checkpoints", "neutral")
 DETECTOR: Final = ("accel.diagnostics", "nonfinite")
 RECORDER: Final = ("accel.recorders", "background")
+PLACEMENT: Final = ("accel.placements", "device_map")  # `load_checkpoint_in_model` for a model in several places
 """Groups of entry points, and the default name in each."""
 
 _Path = str | os.PathLike[str]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accel_core.base.errors import PluginError
 from accel_core.base.masking import masked
-from accel_core.contract.default_components import CHECKPOINTS, DETECTOR, RECORDER
+from accel_core.contract.default_components import CHECKPOINTS, DETECTOR, PLACEMENT, RECORDER
 from accel_core.contract.hook_specs import CHECKPOINT_HOOKS
 from accel_core.contract.precision_policy import Precision
 from accel_core.contract.strategy import Strategy
@@ -126,7 +126,7 @@ def explain(
 
 def _state(offer: Offer, offers: Iterable[Offer]) -> str:
     state = offer_state(offer, offers)
-    is_default = (offer.group, offer.name) in (CHECKPOINTS, DETECTOR, RECORDER)
+    is_default = (offer.group, offer.name) in (CHECKPOINTS, DETECTOR, RECORDER, PLACEMENT)
     return f"{state}: used where it is asked for" if state == "ok" and is_default else state
 
 

@@ -1,0 +1,31 @@
+"""The weights of a model that is offloaded, all of them at once: for writing them."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from accel_big_model.align_hook import align_module_device, has_offloaded_params
+from accel_big_model.module_tensors import find_tied_parameters, joined
+
+
+def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The state dict of a model with offloaded weights, which are read; main memory has to hold it.
+
+    What is not offloaded is live. Names of tied weights have one tensor.
+
+        write_weights(get_state_dict_offloaded_model(model), "weights/")
+    """
+    state: dict[str, torch.Tensor] = dict(model.state_dict())
+    live = {value.data_ptr(): value for value in state.values() if not value.is_meta}
+    for path, module in model.named_modules():
+        if has_offloaded_params(module):
+            with align_module_device(module, "cpu"):
+                for own, value in module.state_dict().items():
+                    name = joined(path, own)
+                    if state[name].is_meta and not value.is_meta:
+                        tied = live.get(value.data_ptr())  # to one that is in memory
+                        state[name] = value.clone() if tied is None else tied  # what was brought goes again
+    for first, *others in find_tied_parameters(model):
+        state.update(dict.fromkeys(others, state[first]))
+    return state
