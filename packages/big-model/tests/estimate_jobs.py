@@ -63,13 +63,25 @@ def convolutions(width=384, blocks=6):
     return Convolutions(width, blocks)
 
 
-MODELS = {"mlp": mlp, "llama": llama, "convolutions": convolutions}
+def mlp_of_many_rows():
+    return mlp(1024, 7)
 
 
-def batch_of(name, rows=4):
+MODELS = {
+    "mlp": mlp,  # the step needs most
+    "mlp_of_many_rows": mlp_of_many_rows,  # activations do
+    "llama": llama,
+    "convolutions": convolutions,
+}
+
+
+def batch_of(name):
+    rows = 4
     if name == "llama":
         ids = torch.randint(0, 4000, (rows, 128))
         return {"input_ids": ids, "labels": ids}
+    if name == "mlp_of_many_rows":
+        return {"input": torch.randn(1200, 1024)}
     return {"x": torch.randn(rows, 3, 16, 16)} if name == "convolutions" else {"input": torch.randn(rows, 1792)}
 
 

@@ -40,14 +40,14 @@ def check(model, strategy, precision="fp32"):
     assert abs(estimate.peak - measured) < TOLERANCE * measured, (told, dict(estimate.moments))
 
 
-@pytest.mark.parametrize("strategy", ["single", "ddp"])
-def test_an_mlp_takes_what_is_estimated(strategy):
-    check("mlp", strategy)
+@pytest.mark.parametrize(("model", "strategy"), [("mlp_of_many_rows", "single"), ("mlp", "ddp")])
+def test_an_mlp_takes_what_is_estimated(model, strategy):
+    check(model, strategy)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", ["mlp", "llama", "convolutions"])
 def test_what_is_estimated_is_measured(model, strategy):
     if model == "llama":
         pytest.importorskip("transformers")
