@@ -125,8 +125,7 @@ class HookSpecs:
 
         When: in `accelerator.build_model`.
         Arguments: what builds the model; a file or folder of weights, None to keep its own.
-        Returns: a model of the same class, with its parameters, which may have no data until
-            `prepare_model`.
+        Returns: a model of that class; its parameters may have no data until `prepare_model`.
         Default: `factory()`, then the weights are loaded.
         """
 
@@ -288,8 +287,7 @@ class HookSpecs:
         When: in `optimizer.step()`, at the end of a window. Usual owner: the precision's scaler.
         Arguments: the optimizer, whose `step()` is its own when called from inside; `step`, which
             takes the step (`apply_step`) with the user's closure bound, as a `functools.partial`.
-        Returns: what the step returned, or `accel_core.SKIPPED` if parameters were not changed.
-        Default: `step()`.
+        Returns: what `step()` returned, the default; `accel_core.SKIPPED` if nothing was changed.
         """
 
     @owner

@@ -29,8 +29,7 @@ class AcceleratedOptimizer(Optimizer, metaclass=_GatedOptimizers):
 
     Called, it makes any of torch's optimizers such an instance in place, without an Accelerator,
     and returns it. `device_placement`: whether its state is moved to the device of its parameters;
-    `scaler`: a loss scaler, which `step()` steps and updates. Raises `ValueError` if an Accelerator
-    has prepared it.
+    `scaler`: a loss scaler, which `step()` steps and updates. `ValueError` if it is prepared.
     """
 
     def __new__(  # type: ignore[misc]  # an instance all the same, by the metaclass

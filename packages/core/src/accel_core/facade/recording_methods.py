@@ -26,8 +26,7 @@ class RecordingMethods(AcceleratorParts):
 
         They start with the first record, so that a `load_state` in between can go on with the run
         of the checkpoint, unless `resume=False`. `config` is stored readably, whatever it is;
-        `init_kwargs[name]` is handed to that service's own start. Raises `RuntimeError` if the run
-        has begun.
+        `init_kwargs[name]` goes to that service's own start. `RuntimeError` if the run has begun.
         """
         if self._trackers is not None:
             self._trackers.init(project_name, config, init_kwargs, resume=resume)

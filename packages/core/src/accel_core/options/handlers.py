@@ -44,8 +44,7 @@ class InitProcessGroupKwargs(KwargsHandler):
     """Options for the start of the process group.
 
     Args:
-        backend: backend of `torch.distributed`; None: gloo on CPU, the device's own beside gloo on
-            an accelerator.
+        backend: backend of `torch.distributed`; None: gloo, and an accelerator's own beside it.
         init_method: URL at which the ranks meet; None: what the launcher says.
         timeout: of collectives, in every group that is created; None: torch's default.
     """
@@ -102,8 +101,7 @@ class TrackingKwargs(KwargsHandler):
     """Options for failing or slow trackers, switched off with a warning; the training goes on.
 
     Args:
-        strict: whether a tracker's failure, or a value that it cannot record, ends the run with a
-            `TrackerError`.
+        strict: whether a failure, or a value that cannot be recorded, raises a `TrackerError`.
         start_timeout: seconds that a tracker may take to start; the first record waits for it.
         stall_timeout: seconds that it may take for one record. Nobody waits for that.
         finish_timeout: seconds that `end_training`, or the end of the program, waits for records.
@@ -135,8 +133,7 @@ class TorchDynamoPlugin(KwargsHandler):
             function of a graph module and example inputs. "no": nothing is compiled.
         mode: a preset of "inductor", such as "reduce-overhead" or "max-autotune".
         fullgraph: whether a model that is not one graph is an error.
-        dynamic: True traces with sizes that may change, False compiles anew for each, None begins
-            with fixed ones.
+        dynamic: True traces with sizes that may change; False compiles for each, None at first.
         options: options of the backend, by name.
         disable: True leaves everything uncompiled, to compare with.
         use_regional_compilation: whether the repeated blocks of a model are compiled instead of the
