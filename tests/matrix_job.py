@@ -3,7 +3,8 @@
 `nox -s matrix` runs it from wheels in worlds of one and two: with the default strategy and with every other one that is
 installed, in full precision and in every precision for which autocast alone is needed. Without a loader plugin a larger world
 must refuse to prepare a loader, and trains with a sampler of its own. Where the tracker of plain files is installed, each run is
-recorded; where accel-checkpoint is, it is saved and loaded, and elsewhere it must say what to install.
+recorded; where accel-checkpoint is, it is saved and loaded, and elsewhere it must say what to install, as it must for a prepared
+loader of torch, whose position nobody knows.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import accel_core
-from accel_core import Accelerator, NotInstalledError
+from accel_core import Accelerator, CheckpointError, NotInstalledError
 
 BATCH, SAMPLES = 4, 32
 TOLERANCES = {"no": 1e-6, "bf16": 2e-2}  # the largest difference of a weight
@@ -61,14 +62,17 @@ def prepared_loader(accelerator, loader_plugins):
 
 def saved_and_loaded(accelerator, model, folder):
     """What training goes on with: the model of a checkpoint, if one can be saved."""
-    if not offered("accel.checkpoints"):
+    lacks = None if offered("accel.checkpoints") else "accel-checkpoint"
+    if lacks is None and accelerator.num_processes == 1 and not offered("accel.loaders"):
+        lacks = "accel-data"
+    if lacks is not None:
         try:
             accelerator.save_state(folder)
-        except NotInstalledError as error:
-            assert "pip install accel-checkpoint" in str(error), error
+        except (NotInstalledError, CheckpointError) as error:
+            assert f"pip install {lacks}" in str(error), error
         else:
-            raise AssertionError("without accel-checkpoint, save_state() returned")
-        return "not saved, for accel-checkpoint is not installed"
+            raise AssertionError(f"without {lacks}, save_state() returned")
+        return f"not saved, for {lacks} is not installed"
     accelerator.save_state(folder)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -29,14 +29,27 @@ def as_table(columns: Iterable[Any] | None = None, data: Iterable[Any] | None = 
         raise ValueError(f"log_table() was given two columns of one name: {', '.join(names)}. Rename one.")
     rows = []
     for index, row in enumerate(local(data).tolist() if isinstance(data, torch.Tensor) else data):
-        cells = () if isinstance(row, (str, Mapping)) else tuple(map(_cell, row))
+        cells = () if isinstance(row, (str, Mapping)) else tuple(row)
         if len(cells) != len(names):
             raise ValueError(f"log_table(): row {index} of data is {row!r:.100}, expected a cell for each of {names}.")
         rows.append(cells)
-    return Table(names, tuple(rows))
+    numbers = _numbers(rows)
+    return Table(names, tuple(tuple(_cell(numbers.get(id(cell), cell)) for cell in row) for row in rows))
+
+
+def _numbers(rows: Iterable[tuple[Any, ...]]) -> dict[int, Any]:
+    """The values of tensors of one element, by `id`: one copy from a device per dtype."""
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for cell in (cell for row in rows for cell in row if isinstance(cell, torch.Tensor) and cell.numel() == 1):
+        groups.setdefault((cell.device, cell.dtype), []).append(cell)
+    copied = {key: torch.stack([local(each).detach().reshape(()) for each in group]) for key, group in groups.items()}
+    return {
+        id(each): value
+        for key, group in groups.items()
+        for each, value in zip(group, copied[key].tolist(), strict=True)
+    }
 
 
 def _cell(value: Any) -> Any:
-    is_number = isinstance(value, torch.Tensor) and value.numel() == 1
-    found = plain_value(local(value).item() if is_number else value)
+    found = plain_value(value)
     return found if found is None or type(found) in PLAIN else clean(str(found))
