@@ -48,22 +48,19 @@ def test_a_file_that_is_written_to_in_the_middle_of_a_run(folder):
     with open(path, "r+b") as file:  # of the same length
         file.seek(len(content) - 8)
         file.write(b"\x01" * 8)
-    with pytest.raises(CheckpointError, match=r"model.safetensors was written to .* rename it"):
+    with pytest.raises(CheckpointError, match="model.safetensors was written to while"):
         model(X)
     assert torch.equal(on_disk(folder)(X), on_disk(folder)(X))
     assert not torch.equal(on_disk(folder)(X), expected)
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [("model.safetensors", "has become shorter"), ("pytorch_model.bin", "was written to .* 100 now")],
-)
-def test_a_file_that_is_cut_short_in_the_middle_of_a_run(name, said, tmp_path):
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_a_file_that_is_cut_short_in_the_middle_of_a_run(name, tmp_path):
     write_weights(net().state_dict(), tmp_path, safe_serialization=name.endswith(".safetensors"))
     model = on_disk(tmp_path)
     model(X)
     os.truncate(tmp_path / name, 100)
-    with pytest.raises(CheckpointError, match=f"{name} {said}"):
+    with pytest.raises(CheckpointError, match=rf"{name} (was written to while|has become shorter)"):
         model(X)
 
 
@@ -77,7 +74,7 @@ def test_a_folder_that_is_written_to_in_the_middle_of_a_run(replaced, tmp_path):
         path.unlink()
         (tmp_path / "other").write_bytes(b"")  # so that its number is not given again
     path.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"1.weight.dat was written to while a model reads"):
+    with pytest.raises(CheckpointError, match=r"1.weight.dat was written to while .* before, .* now\). .* rename it"):
         model(X)
 
 
