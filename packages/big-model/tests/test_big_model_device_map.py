@@ -191,7 +191,6 @@ def test_what_stays_on_disk_is_told_with_the_reasons(caplog):
             {"cpu": 0},
             r"linear2 \(Linear\) takes 100 bytes, and 'cpu', .* has 0 bytes for it: a limit of 0 bytes, 0 bytes",
         ),
-        ({0: 90}, r"linear2 \(Linear\) takes 100 bytes, and 'cpu', .* has 0 bytes for it: a limit of 0 bytes"),
     ],
 )
 def test_memory_that_does_not_suffice_for_the_largest_layer_is_refused(limits, message):
@@ -211,3 +210,8 @@ def test_room_is_kept_where_what_is_offloaded_computes():
     assert found == {"linear1": 1, "batchnorm": "cpu", "linear2": "cpu"}
     found = infer_auto_device_map(Small(), {0: 10, 1: 200, 2: 180, "cpu": 200})
     assert found == {"linear1": 1, "batchnorm": 2, "linear2": 2}
+
+
+def test_main_memory_without_a_limit_is_enough_for_every_layer_that_computes_there():
+    model = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10))
+    assert infer_auto_device_map(model, max_memory={0: 30}) == {"": "disk"}

@@ -79,7 +79,7 @@ def check_layers(
     parts = [(name, part) for name, (part, place) in placed.items() if place in offloaded]
     largest, names = get_max_layer_size(parts, sizes, no_split)
     free = limits.get(main, 0) - used.get(main, 0)
-    if largest <= free:
+    if largest <= free or main not in limits:  # nobody limited the memory where it would compute
         return
     layer = dict(_layers(parts)).get(names[0])
     kind = type(layer).__name__ if isinstance(layer, nn.Module) else "tensor"
