@@ -286,7 +286,7 @@ def test_a_resumed_run_is_running_and_takes_new_parameters_alone(begin, client, 
     assert (id_of(second), run.info.status) == (id_of(first), "RUNNING")
     assert run.data.params == {"lr": "0.5", "layers": "2", "heads": "4"}
     [told] = caplog.messages
-    assert told.endswith("the artifact config.json has the new values of lr.")
+    assert told == "MLflow does not change parameters: the new values of lr are in config.json."
     assert read_run(client.tracking_uri, id_of(first)).config == {"lr": 0.25, "layers": 2, "heads": 4}
 
 
