@@ -60,9 +60,9 @@ def find_tied_parameters(model: nn.Module) -> list[list[str]]:
     return [sorted(found) for found in names.values() if len(found) > 1]
 
 
-def retie_parameters(model: nn.Module, tied: Sequence[Sequence[str]]) -> None:
+def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> None:
     """Makes the parameters of each list one object again: the first of them that has memory."""
-    for names in tied:
+    for names in tied_params:
         places = [owner_of(model, name) for name in names]
         found = [getattr(module, own) for module, own in places if hasattr(module, own)]
         if not found:
