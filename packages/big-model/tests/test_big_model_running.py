@@ -374,6 +374,15 @@ class TestWhatIsWrong:
             match=r"device_map='fastest' is none of auto, .*, sequential, and no map. A map such as {'': 'cpu'}",
         ):
             load_checkpoint_and_dispatch(net(), files, device_map="fastest")
+        with pytest.raises(ValueError, match=r"device_map=device\(type='cpu'\) is none of auto"):
+            load_checkpoint_and_dispatch(net(), files, device_map=torch.device("cpu"))
+
+    @pytest.mark.skipif(torch.accelerator.is_available(), reason="it is about a machine without one")
+    def test_an_accelerator_that_is_not_there(self, files):
+        with pytest.raises(
+            ValueError, match=r"Place 0 is an accelerator, and there is none here: leave it out of max_mem"
+        ):
+            load_checkpoint_and_dispatch(net(), files, device_map="auto", max_memory={0: "1GiB", "cpu": "1GiB"})
 
     def test_a_file_that_is_cut_short_while_the_model_runs(self, files):
         with init_empty_weights():

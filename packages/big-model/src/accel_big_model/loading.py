@@ -46,7 +46,8 @@ def load_checkpoint_and_dispatch(
 
     Args:
         model: may lie on the meta device, as `init_empty_weights` builds it.
-        checkpoint: a `.safetensors` file, an index, a directory, or a checkpoint of `save_state`.
+        checkpoint: a `.safetensors`, `.bin` or `.index.json` file, a directory of such, or a
+            checkpoint of `save_state`.
         device_map: a map; "auto" or "balanced": accelerators get equally much; "balanced_low_0":
             the first gets little; "sequential": each is filled before the next. None: everything
             goes to the CPU.
@@ -112,7 +113,7 @@ def planned(
     special_dtypes: Mapping[str, torch.dtype | str] | None = None,
 ) -> dict[str, Place]:
     """The places of a map, or of one that is made for a word; None: everything on the CPU."""
-    if isinstance(device_map, str):
+    if device_map is not None and not isinstance(device_map, Mapping):
         if device_map not in _NAMED:
             raise ValueError(
                 f"device_map={device_map!r} is none of {', '.join(_NAMED)}, and no map. A map such as {{'': 'cpu'}} puts all in one place."

@@ -131,6 +131,10 @@ def set_module_tensor_to_device(
 
 def as_device(device: torch.device | str | int) -> torch.device:
     """The device of a device map's entry: a number is an accelerator; "disk" is meta."""
+    if isinstance(device, int) and not torch.accelerator.is_available():
+        raise ValueError(
+            f"Place {device} is an accelerator, and there is none here: leave it out of max_memory= or device_map=."
+        )
     return torch.device("meta" if device == "disk" else device)
 
 

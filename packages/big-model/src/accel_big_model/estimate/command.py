@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--device",
         default="accelerator",
-        help="accelerator (default), or cpu: there buffers count as far as they are written",
+        help="accelerator (default), or cpu: of DeepSpeed's buckets only what is written counts",
     )
     add(
         "--trust_remote_code",
