@@ -414,7 +414,7 @@ class TestCommand:
         assert status == 0
         assert "unknown" in text.splitlines()[3]
         assert "≥ " in text.splitlines()[3]
-        assert "activations in fp32: unknown: no batch was given" in text
+        assert "activations in fp32: unknown: no batch was given (--input, or batch=)" in text
         assert "nothing is trained in int8" in text
 
     def test_a_folder_of_files_without_code(self, capsys, tmp_path):

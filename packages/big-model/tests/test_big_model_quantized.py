@@ -84,7 +84,9 @@ class TestBitsandbytes:
         if in_memory:
             model = load_and_quantize_model(net(), config)
         else:
-            model = load_and_quantize_model(empty(), config, weights, device_map={"": "cpu"})
+            model = load_and_quantize_model(
+                empty(), weights_location=weights, bnb_quantization_config=config, device_map={"": "cpu"}
+            )
         kind = self.nn.Linear8bitLt if config.load_in_8bit else self.nn.Linear4bit
         layers = [layer for block in model.blocks for layer in (block[0], block[2])]
         assert all(type(layer) is kind and layer.weight.dtype in (torch.int8, torch.uint8) for layer in layers)
@@ -189,6 +191,12 @@ class TestTorchao:
 
 def bnb(**options):
     return BnbQuantizationConfig(**{"load_in_8bit": True, **options})
+
+
+def test_weights_that_are_not_quantised_have_the_dtype_of_products():
+    assert BnbQuantizationConfig(load_in_8bit=True).torch_dtype == torch.float16
+    assert BnbQuantizationConfig(load_in_4bit=True).torch_dtype == torch.float16
+    assert BnbQuantizationConfig(load_in_4bit=True, bnb_4bit_compute_dtype="bf16").torch_dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("options, message", [

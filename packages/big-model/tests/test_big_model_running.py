@@ -271,6 +271,39 @@ def test_a_copy_of_a_hooked_module_has_its_own_weights():
     assert other(torch.ones(1, 2)).tolist() == [[0.0, 0.0]]
 
 
+def test_a_library_that_calls_both_parts_of_a_hook_leaves_no_weights_behind():
+    class Fused(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+
+        def forward(self, x):  # uses the weights of its child without calling it, as models of transformers do
+            hook = self.linear._hf_hook
+            hook.pre_forward(self.linear)
+            x = nn.functional.linear(x, self.linear.weight, self.linear.bias)
+            hook.post_forward(self.linear, ())
+            return x
+
+    model, x = Fused(), torch.ones(1, 2)
+    expected = model.linear(x).detach()
+    model = cpu_offload(model)
+    with torch.no_grad():
+        assert torch.equal(model(x), expected)
+    assert model.linear.weight.device.type == "meta"
+
+
+def test_weights_that_a_library_merges_into_a_hook_are_those_that_compute():
+    model = cpu_offload(nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)))
+    with torch.no_grad():
+        model(torch.ones(1, 2))
+        for layer in model:
+            layer._hf_hook.pre_forward(layer)
+            layer._hf_hook.weights_map = {"weight": torch.eye(2) * 3}
+            layer._hf_hook.post_forward(layer, torch.tensor([]))
+        assert [layer.weight.device.type for layer in model] == ["meta", "meta"]
+        assert model(torch.ones(1, 2)).tolist() == [[9.0, 9.0]]
+
+
 def test_weights_can_be_looked_at_where_they_compute():
     model = cpu_offload(net())
     layer = model.blocks[0][0]
@@ -323,11 +356,33 @@ class TestWhatIsWrong:
         with pytest.raises(FileNotFoundError):
             load_checkpoint_and_dispatch(net(), tmp_path, device_map="auto")
 
+    def test_a_dtype_may_be_a_name_and_has_to_be_one_of_weights(self, files):
+        model = load_checkpoint_and_dispatch(net(), files, device_map={"": "cpu"}, dtype="bfloat16")
+        assert model.head.weight.dtype == torch.bfloat16
+        with pytest.raises(ValueError, match="dtype='bf16' is no floating dtype. Pass one such as"):
+            load_checkpoint_and_dispatch(net(), files, device_map={"": "cpu"}, dtype="bf16")
+
+    def test_a_model_without_weights_is_not_run(self):
+        with init_empty_weights():
+            model = Net()
+        with pytest.raises(ValueError, match=r"embedding.weight has no value. Fill the model: load_checkpoint_and"):
+            dispatch_model(model, {"": "cpu"})
+
     def test_a_map_by_an_unknown_name(self, files):
         with pytest.raises(
-            ValueError, match=r"device_map='fastest' is none of auto, balanced, balanced_low_0, sequential"
+            ValueError,
+            match=r"device_map='fastest' is none of auto, .*, sequential, and no map. A map such as {'': 'cpu'}",
         ):
             load_checkpoint_and_dispatch(net(), files, device_map="fastest")
+        with pytest.raises(ValueError, match=r"device_map=device\(type='cpu'\) is none of auto"):
+            load_checkpoint_and_dispatch(net(), files, device_map=torch.device("cpu"))
+
+    @pytest.mark.skipif(torch.accelerator.is_available(), reason="it is about a machine without one")
+    def test_an_accelerator_that_is_not_there(self, files):
+        with pytest.raises(
+            ValueError, match=r"Place 0 is an accelerator, and there is none here: leave it out of max_mem"
+        ):
+            load_checkpoint_and_dispatch(net(), files, device_map="auto", max_memory={0: "1GiB", "cpu": "1GiB"})
 
     def test_a_file_that_is_cut_short_while_the_model_runs(self, files):
         with init_empty_weights():

@@ -146,13 +146,13 @@ class AlignDevicesHook(ModelHook):
     def end(self, module: nn.Module) -> None:
         """Takes the weights away, also after an error."""
         if self.offload and vars(self).get("_caller") == threading.get_ident():
-            for name in self._names:
-                self._take_away(module, name)
-            self._fetched = {}
+            self._take_all_away(module)
             del vars(self)["_caller"]
 
-    def post_forward(self, module: nn.Module, output: Any) -> Any:  # noqa: ARG002  (its place in every hook)
-        """Brings outputs back."""
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Brings outputs back. Takes weights away that `pre_forward` alone has brought."""
+        if self.offload and "_caller" not in vars(self):  # libraries call both by hand, around what reads the weights
+            self._take_all_away(module)
         if self.io_same_device and self.input_device is not None:
             output = self._moved(output, self.input_device)
         return output
@@ -194,6 +194,11 @@ class AlignDevicesHook(ModelHook):
         else:
             owner, own = owner_of(module, name)
             owner._parameters[own] = filled
+
+    def _take_all_away(self, module: nn.Module) -> None:
+        for name in self._names:
+            self._take_away(module, name)
+        self._fetched = {}
 
     def _take_away(self, module: nn.Module, name: str) -> None:
         owner, own = owner_of(module, name)

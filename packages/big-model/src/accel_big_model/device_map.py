@@ -237,7 +237,10 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Place | torch.de
             f"device_map names {', '.join(map(repr, unknown))}, and {type(model).__name__} has no such part."
         )
     if left_out := [name for name in names if not any(is_below(name, module) for module in device_map)]:
-        raise ValueError(f"device_map gives no place to {', '.join(left_out[:5])}{', …' if len(left_out) > 5 else ''}.")
+        raise ValueError(
+            f"device_map gives no place to {', '.join(left_out[:5])}{', …' if len(left_out) > 5 else ''}. Add them, or the modules that they "
+            f"are in; '' is the place of all that has no other."
+        )
 
 
 def place_of(name: str, device_map: Mapping[str, Place | torch.device]) -> Place | torch.device:

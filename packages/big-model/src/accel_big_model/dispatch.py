@@ -151,6 +151,10 @@ def spread(
     """Attaches the hooks by which a model runs in its places; `store` has what is offloaded."""
     distinct = set(places.values())
     if len(distinct) == 1 and distinct != {"disk"} and not force_hooks:
+        if empty := next((name for name, parameter in model.named_parameters() if parameter.is_meta), None):
+            raise ValueError(
+                f"{empty} has no value. Fill the model: load_checkpoint_and_dispatch(model, files, device_map)."
+            )
         model.to(as_device(distinct.pop()))
         setattr(model, "hf_device_map", dict(places))  # noqa: B010  (a plain attribute, not a module or tensor)
         return model

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import accel_checkpoint
-from accel_big_model.loading import FittingWeights, fill, planned, wanted_by
+from accel_big_model.loading import FittingWeights, fill, floating_dtype, planned, wanted_by
 from accel_big_model.module_tensors import find_tied_parameters, retie_parameters
 from accel_big_model.weights import StoredWeights
 
@@ -61,7 +61,7 @@ def load_checkpoint_in_model(
             model, checkpoint, dtype=dtype, keep_in_fp32_modules=keep_in_fp32_modules, strict=strict
         )
         return
-    chosen = _dtype(dtype)
+    chosen = floating_dtype(dtype)
     places = planned(model, device_map, dtype=chosen, offload_buffers=offload_buffers)
     if "disk" in places.values() and offload_folder is None:
         names = [name or type(model).__name__ for name, place in places.items() if place == "disk"]
@@ -90,10 +90,3 @@ def _kept_wide(
         if wanted[name].is_floating_point():
             wanted[name] = wanted[name].to(torch.float32)
     return wanted
-
-
-def _dtype(given: torch.dtype | str | None) -> torch.dtype | None:
-    found = getattr(torch, given.removeprefix("torch."), None) if isinstance(given, str) else given
-    if given is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
-        raise ValueError(f"dtype={given!r} is no floating dtype. Pass one such as torch.bfloat16 or 'bfloat16'.")
-    return found

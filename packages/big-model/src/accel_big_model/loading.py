@@ -35,7 +35,7 @@ def load_checkpoint_and_dispatch(
     no_split_module_classes: Sequence[str] | str | None = None,
     offload_folder: str | os.PathLike[str] | None = None,
     offload_buffers: bool = False,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     offload_state_dict: bool = False,  # noqa: ARG001  (one weight at a time is in memory in any case)
     skip_keys: str | Sequence[str] | None = None,
     preload_module_classes: Sequence[str] | None = None,
@@ -46,7 +46,8 @@ def load_checkpoint_and_dispatch(
 
     Args:
         model: may lie on the meta device, as `init_empty_weights` builds it.
-        checkpoint: a `.safetensors` file, an index, a directory, or a checkpoint of `save_state`.
+        checkpoint: a `.safetensors`, `.bin` or `.index.json` file, a directory of such, or a
+            checkpoint of `save_state`.
         device_map: a map; "auto" or "balanced": accelerators get equally much; "balanced_low_0":
             the first gets little; "sequential": each is filled before the next. None: everything
             goes to the CPU.
@@ -61,6 +62,7 @@ def load_checkpoint_and_dispatch(
     `ValueError` for a map and `CheckpointError` for files that do not fit, before anything is
     changed; a file that cannot be read on the way leaves the model filled in part.
     """
+    dtype = floating_dtype(dtype)
     places = planned(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
     tied = find_tied_parameters(model)
     weights = FittingWeights(StoredWeights(checkpoint), wanted_by(model, dtype), tied)
@@ -111,9 +113,11 @@ def planned(
     special_dtypes: Mapping[str, torch.dtype | str] | None = None,
 ) -> dict[str, Place]:
     """The places of a map, or of one that is made for a word; None: everything on the CPU."""
-    if isinstance(device_map, str):
+    if device_map is not None and not isinstance(device_map, Mapping):
         if device_map not in _NAMED:
-            raise ValueError(f"device_map={device_map!r} is none of {', '.join(_NAMED)}, and no map.")
+            raise ValueError(
+                f"device_map={device_map!r} is none of {', '.join(_NAMED)}, and no map. A map such as {{'': 'cpu'}} puts all in one place."
+            )
         if device_map != "sequential":
             low_zero = device_map == "balanced_low_0"
             max_memory = get_balanced_memory(
@@ -126,6 +130,14 @@ def planned(
     places = {name: place if isinstance(place, (int, str)) else str(place) for name, place in given.items()}
     check_device_map(model, places)
     return places
+
+
+def floating_dtype(given: torch.dtype | str | None) -> torch.dtype | None:
+    """A dtype for weights, by itself or by its name. `ValueError` for what is none."""
+    found = getattr(torch, given.removeprefix("torch."), None) if isinstance(given, str) else given
+    if given is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
+        raise ValueError(f"dtype={given!r} is no floating dtype. Pass one such as torch.bfloat16 or 'bfloat16'.")
+    return found
 
 
 def wanted_by(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:

@@ -60,9 +60,9 @@ def find_tied_parameters(model: nn.Module) -> list[list[str]]:
     return [sorted(found) for found in names.values() if len(found) > 1]
 
 
-def retie_parameters(model: nn.Module, tied: Sequence[Sequence[str]]) -> None:
+def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> None:
     """Makes the parameters of each list one object again: the first of them that has memory."""
-    for names in tied:
+    for names in tied_params:
         places = [owner_of(model, name) for name in names]
         found = [getattr(module, own) for module, own in places if hasattr(module, own)]
         if not found:
@@ -131,6 +131,10 @@ def set_module_tensor_to_device(
 
 def as_device(device: torch.device | str | int) -> torch.device:
     """The device of a device map's entry: a number is an accelerator; "disk" is meta."""
+    if isinstance(device, int) and not torch.accelerator.is_available():
+        raise ValueError(
+            f"Place {device} is an accelerator, and there is none here: leave it out of max_memory= or device_map=."
+        )
     return torch.device("meta" if device == "disk" else device)
 
 

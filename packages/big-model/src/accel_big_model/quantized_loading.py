@@ -34,7 +34,7 @@ M = TypeVar("M", bound=nn.Module)
 
 def load_and_quantize_model(
     model: M,
-    quantization_config: object,
+    bnb_quantization_config: object,
     weights_location: str | os.PathLike[str] | None = None,
     device_map: Mapping[str, Place | torch.device] | str | None = None,
     no_split_module_classes: Sequence[str] | str | None = None,
@@ -51,7 +51,7 @@ def load_and_quantize_model(
 
     Args:
         model: on the meta device, as `init_empty_weights` builds it; or with its weights.
-        quantization_config: a `BnbQuantizationConfig`, or options of `torchao.quantization`.
+        bnb_quantization_config: a `BnbQuantizationConfig`, or options of `torchao.quantization`.
         weights_location: as for `load_checkpoint_and_dispatch`. None: the model has its weights.
         device_map, no_split_module_classes, max_memory: as there; sizes are those of quantised
             weights. None: everything on the accelerator, or on the CPU where there is none.
@@ -63,7 +63,7 @@ def load_and_quantize_model(
         ValueError: for a model without weights or linear layers; if a map for "auto" or the like
             has no room for what is to be quantised.
     """
-    quantizer = quantizer_of(quantization_config)
+    quantizer = quantizer_of(bnb_quantization_config)
     chosen = _chosen(model, quantizer, skip_modules)
     if weights_location is None and any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError(f"{type(model).__name__} is on the meta device and has no weights: pass weights_location=.")

@@ -28,7 +28,7 @@ class BnbQuantizationConfig:
         bnb_4bit_quant_type: "fp4" or "nf4".
         bnb_4bit_use_double_quant: whether the scales of blocks are quantised, too.
         bnb_4bit_compute_dtype: of products with 4-bit weights: "fp32", "fp16", "bf16", or a dtype.
-        torch_dtype: of all other floating weights. None: float16.
+        torch_dtype: of all other floating weights. None: float16, for 4 bits the dtype of products.
         skip_modules: names of modules that are not quantised. None: the head, and what is tied.
         keep_in_fp32_modules: names of modules that are not quantised, and float32.
 
@@ -53,7 +53,8 @@ class BnbQuantizationConfig:
         if self.bnb_4bit_quant_type not in ("fp4", "nf4"):
             raise ValueError(f"bnb_4bit_quant_type={self.bnb_4bit_quant_type!r} is neither 'fp4' nor 'nf4'.")
         self.bnb_4bit_compute_dtype = _dtype("bnb_4bit_compute_dtype", self.bnb_4bit_compute_dtype)
-        self.torch_dtype = _dtype("torch_dtype", self.torch_dtype or torch.float16)
+        otherwise = self.bnb_4bit_compute_dtype if self.load_in_4bit else torch.float16
+        self.torch_dtype = _dtype("torch_dtype", self.torch_dtype or otherwise)
 
     @property
     def target_dtype(self) -> torch.dtype | str:
@@ -90,7 +91,7 @@ def quantizer_of(config: object) -> Quantizer:
     if any(f"{kind.__module__}.{kind.__name__}" == "torchao.core.config.AOBaseConfig" for kind in type(config).__mro__):
         return _Torchao(config)
     raise TypeError(
-        f"quantization_config= is a {type(config).__name__}: pass a BnbQuantizationConfig, or options of "
+        f"bnb_quantization_config= is a {type(config).__name__}: pass a BnbQuantizationConfig, or options of "
         f"torchao.quantization, such as its Int8WeightOnlyConfig."
     )
 

@@ -27,7 +27,17 @@ FINE, NO_ANSWER = 0, 2  # exit statuses
 _EPILOG = """The model is a folder with config.json or *.safetensors, a config.json of transformers, module:callable (a class or
 function of yours, which returns a model), or a name on the hub. Nothing is allocated. Peaks leave out the process itself, its
 libraries, and what kernels take inside of themselves."""
-_HEADER = ("dtype", "strategy", "weights", "gradients", "optimizer", "buffers", "activations", "peak per rank", "fits")
+_HEADER = (
+    "dtype",
+    "strategy",
+    "weights",
+    "gradients",
+    "optimizer",
+    "communication",
+    "activations",
+    "peak per rank",
+    "fits",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,18 +57,39 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("model_name", metavar="MODEL", help="a folder, a config.json, module:callable, or a name on the hub")
     add("--library_name", "--library-name", choices=("transformers",), help="which library knows the model")
-    add("--dtypes", "--dtype", nargs="+", default=["fp32", "bf16"], help=f"of {', '.join(PRECISIONS)}; fp32 bf16")
-    add("--strategy", "--strategies", nargs="+", default=["all"], help=f"of {', '.join(STRATEGIES)}; all")
-    add("--world", "--num-processes", type=int, default=8, metavar="N", help="how many processes train; 8")
-    add("--tensor-parallel", type=int, default=2, metavar="N", help="how many share a layer, under tensor; 2")
-    add("--optimizer", default="adamw", help=f"of {', '.join(OPTIMIZERS)}, or module:Class; adamw")
-    add("--batch", type=int, default=1, metavar="ROWS", help="rows of a batch on one rank; 1")
-    add("--sequence", type=int, metavar="N", help="tokens of a row; 2048, or as many as the model takes")
-    add("--input", metavar="SHAPE", help="of one row, such as 3x224x224; or module:function that returns a batch")
-    add("--arguments", default="{}", metavar="JSON", help="of a callable, such as '{\"layers\": 4}'")
-    add("--memory", default="80GiB", help="of each device; 80GiB")
-    add("--device", default="accelerator", help="accelerator or cpu, where buffers count as far as they are written")
-    add("--trust_remote_code", "--trust-remote-code", action="store_true", help="execute code of a configuration")
+    add(
+        "--dtypes",
+        "--dtype",
+        nargs="+",
+        default=["fp32", "bf16"],
+        help=f"any of {', '.join(PRECISIONS)} (default: fp32 bf16)",
+    )
+    add("--strategy", "--strategies", nargs="+", default=["all"], help=f"any of {', '.join(STRATEGIES)} (default: all)")
+    add("--world", "--num-processes", type=int, default=8, metavar="N", help="how many processes train (default: 8)")
+    add(
+        "--tensor-parallel",
+        type=int,
+        default=2,
+        metavar="N",
+        help="how many of them share a layer, for the strategy tensor (default: 2)",
+    )
+    add("--optimizer", default="adamw", help=f"one of {', '.join(OPTIMIZERS)}, or module:Class (default: adamw)")
+    add("--batch", type=int, default=1, metavar="ROWS", help="rows of a batch on one rank (default: 1)")
+    add("--sequence", type=int, metavar="N", help="tokens of a row (default: 2048, or as many as the model takes)")
+    add("--input", metavar="SHAPE", help="shape of one row, such as 3x224x224; or module:function that returns a batch")
+    add("--arguments", default="{}", metavar="JSON", help="arguments of module:callable, such as '{\"layers\": 4}'")
+    add("--memory", default="80GiB", help="of each device, in bytes or as text such as 40GiB (default: 80GiB)")
+    add(
+        "--device",
+        default="accelerator",
+        help="accelerator (default), or cpu: of DeepSpeed's buckets only what is written counts",
+    )
+    add(
+        "--trust_remote_code",
+        "--trust-remote-code",
+        action="store_true",
+        help="execute code that comes with a model on the hub",
+    )
     add("--json", action="store_true", help="print JSON: all sizes in bytes, and the formulas")
     return parser
 

@@ -66,7 +66,7 @@ def estimate_memory(
         optimizer: "sgd", "momentum", "adam", "adamw", "adafactor", "adagrad", "rmsprop", "lion",
             "adamw8bit"; "module:Class"; a class, or a function of the list of parameters.
         memory: bytes of each device, for `fits`: a number, or text such as "80GiB".
-        device: "accelerator", or "cpu", where buffers count as far as they are written.
+        device: "accelerator", or "cpu": of DeepSpeed's buckets only what is written counts.
         loss: of what the model returns, a scalar. Left out: its `loss`, else a sum.
         name: how the model is called; None: by its class.
 
@@ -152,7 +152,7 @@ def _timelines(
     if isinstance(model, ModelShape):
         return unknown, unknown, "there are only files with weights, and no code that runs them"
     if batch is None:
-        return unknown, unknown, "no batch was given, and the model does not tell what it takes"
+        return unknown, unknown, "no batch was given (--input, or batch=), and the model does not tell what it takes"
     try:
         timeline = trace(model, batch, shape, precision, loss)
         gathered = trace(model, batch, shape, precision, loss, gathered=True) if gathers else timeline
