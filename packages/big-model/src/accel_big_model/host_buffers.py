@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import mmap
 import threading
@@ -31,6 +32,7 @@ class HostBuffers:
     def __init__(self) -> None:
         self._borrowing = threading.Lock()
         self._free: list[mmap.mmap] = []
+        self._numbers = itertools.count()  # of what is lent: an id is that of another view as soon as one goes
         self._lent: dict[int, tuple[weakref.ref[memoryview], mmap.mmap]] = {}
         self._back: deque[int] = deque()  # tensors go at any moment, in any thread: there it is only noted
         self._bytes = self._most = 0  # that are lent, now and at once
@@ -52,7 +54,7 @@ class HostBuffers:
             else:
                 self._free.remove(mapping)
             view = memoryview(mapping)[:nbytes]
-            key = id(view)
+            key = next(self._numbers)
             self._lent[key] = weakref.ref(view, partial(_note, self._back, key)), mapping
             self._bytes += len(mapping)
             self._most = max(self._most, self._bytes)
