@@ -458,3 +458,26 @@ class TestWeightsThatAreNotHere:
         x = torch.ones(1, 3, requires_grad=True)
         frozen(x).sum().backward()
         assert x.grad is not None
+
+
+class Filtering(nn.Module):
+    """Reads the buffer of a module that it does not call."""
+
+    def __init__(self):
+        super().__init__()
+        self.bank = nn.Module()
+        self.bank.register_buffer("filters", torch.ones(4, 4))
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return torch.mm(self.linear(x), self.bank.filters)
+
+
+def test_buffers_that_are_away_are_not_computed_with(tmp_path):
+    model = disk_offload(Filtering(), tmp_path, offload_buffers=True)
+    for each in (model, copy.deepcopy(model)):
+        with pytest.raises(RuntimeError, match=r"mm\(\) was given the weight 'bank\.filters', which is offloaded"):
+            each(torch.ones(2, 4))
+        assert each.state_dict()["bank.filters"].shape == (4, 4)
+    remove_hook_from_submodules(model)
+    assert torch.equal(model.bank.filters, torch.ones(4, 4))
