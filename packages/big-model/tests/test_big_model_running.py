@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import multiprocessing
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -31,6 +32,7 @@ from accel_big_model import (
     remove_hook_from_module,
     remove_hook_from_submodules,
     set_module_tensor_to_device,
+    weights,
 )
 from accel_checkpoint import write_weights
 from accel_core import CheckpointError
@@ -207,6 +209,28 @@ def test_a_copy_of_an_offloaded_model_runs_by_itself(files):
         other = copy.deepcopy(offloaded)
         assert torch.equal(other(IDS), net()(IDS))
         assert torch.equal(offloaded(IDS), net()(IDS))
+
+
+def test_a_copy_reads_what_the_original_reads(files):
+    """Other weights have been saved under the same names by then."""
+    with init_empty_weights():
+        model = Net().eval()
+    model = load_checkpoint_and_dispatch(model, files, device_map=MAPS[1])
+    write_weights({name: value + 1 for name, value in net().state_dict().items()}, files)
+    other = copy.deepcopy(model)
+    assert torch.equal(other(IDS), net()(IDS))
+    assert torch.equal(model(IDS), net()(IDS))
+
+
+def test_a_process_that_is_forked_runs_the_model(files):
+    write_weights({"weight": torch.ones(2, 1 << 20)}, files)
+    store = weights.StoredWeights(files)
+    assert store.lend("weight").sum() == 2 << 20  # by two threads
+    child = multiprocessing.get_context("fork").Process(target=store.lend, args=("weight",))
+    child.start()
+    child.join(30)
+    child.kill()
+    assert child.exitcode == 0
 
 
 class Noted(ModelHook):

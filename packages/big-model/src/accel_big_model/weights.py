@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from accel_big_model.forks import begin_in_each_process
 from accel_big_model.host_buffers import HostBuffers, own_memory
 from accel_big_model.module_tensors import set_module_tensor_to_device
 from accel_big_model.unchanged_files import UnchangedFiles
@@ -54,13 +55,21 @@ class StoredWeights(Mapping[str, torch.Tensor]):
         weakref.finalize(self, self._files.close)
         self._stored = stored_in(self.checkpoint, self._files)
         self._buffers = HostBuffers()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="accel-read")
+        begin_in_each_process(self)
         mapped = (each.file for each in self._stored.values() if each.file.suffix != ".safetensors")
         self._unchanged = UnchangedFiles(mapped)
 
+    def begin(self) -> None:
+        """Makes the thread."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="accel-read")
+
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy opens the files again."""
+        """In another process the files are opened again."""
         return StoredWeights, (self.checkpoint,)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StoredWeights:
+        """What a copied model reads, too: by now there may be other files of these names."""
+        return self
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self.read(name)
