@@ -25,6 +25,7 @@ from accel_big_model import (
     cpu_offload_with_hook,
     disk_offload,
     dispatch_model,
+    get_state_dict_offloaded_model,
     has_offloaded_params,
     init_empty_weights,
     load_checkpoint_and_dispatch,
@@ -505,3 +506,49 @@ def test_buffers_that_are_away_are_not_computed_with(tmp_path):
         assert each.state_dict()["bank.filters"].shape == (4, 4)
     remove_hook_from_submodules(model)
     assert torch.equal(model.bank.filters, torch.ones(4, 4))
+
+
+class Rooted(nn.Module):
+    """Has weights beside modules, which a map places by themselves."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(4, 4))
+        self.second = nn.Parameter(torch.randn(4, 4))
+        self.register_buffer("third", torch.randn(4, 4))
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.inner(x @ self.first @ self.second @ self.third)
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.part = Rooted()
+        self.own = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x):
+        return self.part(x @ self.own)
+
+
+@pytest.mark.parametrize("buffers", [False, True])
+@pytest.mark.parametrize("others", ["cpu", "disk"])
+@pytest.mark.parametrize("from_files", [True, False])
+def test_weights_beside_modules_are_on_disk_by_themselves(tmp_path, others, buffers, from_files):
+    torch.manual_seed(0)
+    expected, x = Twice(), torch.randn(2, 4)
+    places = {"part.first": "disk", "part.second": "cpu", "part.third": "disk", "part.inner": others, "own": "disk"}
+    if from_files:
+        write_weights(expected.state_dict(), tmp_path)
+        with init_empty_weights():
+            model = Twice()
+        model = load_checkpoint_and_dispatch(model, tmp_path, device_map=places, offload_buffers=buffers)
+    else:
+        model = dispatch_model(copy.deepcopy(expected), places, offload_dir=tmp_path, offload_buffers=buffers)
+    assert model.own.is_meta
+    assert model.part.first.is_meta
+    for each in (model, model, copy.deepcopy(model)):
+        assert torch.equal(each(x), expected(x))
+    state = get_state_dict_offloaded_model(model)
+    assert all(torch.equal(state[name], value) for name, value in expected.state_dict().items())

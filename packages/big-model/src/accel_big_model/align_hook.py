@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -46,6 +46,7 @@ class AlignDevicesHook(ModelHook):
         skip_keys: keywords of inputs, or of outputs, that stay where they are.
         tied_params_map: as in `set_module_tensor_to_device`.
         prefetcher: fetches ahead; None: each call waits for its weights.
+        names: of the weights that are meant; None: all.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class AlignDevicesHook(ModelHook):
         skip_keys: str | Sequence[str] | None = None,
         tied_params_map: Tied | None = None,
         prefetcher: Prefetcher | None = None,
+        names: Collection[str] | None = None,
     ) -> None:
         self.execution_device: Any = None if execution_device is None else as_device(execution_device)
         self.offload = offload
@@ -69,6 +71,7 @@ class AlignDevicesHook(ModelHook):
         self.skip_keys = [skip_keys] if isinstance(skip_keys, str) else list(skip_keys or ())
         self.tied_params_map = tied_params_map
         self.prefetcher = prefetcher
+        self._meant = names
         self.input_device: torch.device | None = None
         self.original_devices: dict[str, torch.device] = {}
         self.nbytes = 0
@@ -86,7 +89,11 @@ class AlignDevicesHook(ModelHook):
                         module, name, self.execution_device, tied_params_map=self.tied_params_map
                     )
             return module
-        tensors = dict(_each_name(module, self.offload_buffers, self.place_submodules))
+        tensors = {
+            name: tensor
+            for name, tensor in _each_name(module, self.offload_buffers, self.place_submodules)
+            if self._meant is None or name in self._meant
+        }
         self.original_devices = {name: tensor.device for name, tensor in tensors.items()}
         if self.weights_map is None:
             self.weights_map = {name: tensor.detach().to("cpu") for name, tensor in tensors.items()}
@@ -100,6 +107,8 @@ class AlignDevicesHook(ModelHook):
         for name, tensor in [*_each_name(module, True, self.place_submodules, persistent=False)]:
             if name in tensors:
                 self._take_away(module, name)
+            elif self._meant is not None and name not in self._meant:
+                continue
             elif self.execution_device is not None and tensor.device.type != "meta":
                 set_module_tensor_to_device(module, name, self.execution_device)
         return module
