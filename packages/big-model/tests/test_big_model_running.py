@@ -552,3 +552,29 @@ def test_weights_beside_modules_are_on_disk_by_themselves(tmp_path, others, buff
         assert torch.equal(each(x), expected(x))
     state = get_state_dict_offloaded_model(model)
     assert all(torch.equal(state[name], value) for name, value in expected.state_dict().items())
+
+
+@pytest.mark.parametrize("offload", [
+    disk_offload,
+    lambda model, folder: dispatch_model(model, {"": "disk"}, offload_dir=folder),
+])  # fmt: skip
+def test_a_folder_of_another_model_of_the_same_shapes_is_refused(offload, tmp_path):
+    offload(net(), tmp_path)
+    changed = net()
+    with torch.no_grad():
+        changed.norm.weight[0] += 1
+    with pytest.raises(ValueError, match=r"has other values of norm.weight than this Net.*Pass an empty folder"):
+        offload(changed, tmp_path)
+    assert torch.equal(offload(net(), tmp_path)(IDS), net()(IDS))
+
+
+def test_a_file_that_was_replaced_before_it_is_opened_is_refused(tmp_path):
+    write_weights(net().state_dict(), tmp_path)
+    file = str(tmp_path / "model.safetensors")
+    with init_empty_weights():
+        model = Net().eval()
+    index = {name: {"safetensors_file": file, "weight_name": name} for name in net().state_dict()}
+    model = dispatch_model(model, {"": "disk"}, offload_index={**index, "head.weight": index["embedding.weight"]})
+    write_weights({name: value + 1 for name, value in net().state_dict().items()}, tmp_path)
+    with pytest.raises(CheckpointError, match=r"model.safetensors was written to while a model reads its weights"):
+        model(IDS)

@@ -150,6 +150,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         self._files: dict[str, StoredWeights] = {}
         self.all_keys = list(dict.fromkeys([*self.state_dict, *self.index]))
         files = [] if self.save_folder is None else [self.save_folder / f"{key}.dat" for key in self.index]
+        files += [Path(entry["safetensors_file"]) for entry in self.index.values() if "safetensors_file" in entry]
         self._unchanged = UnchangedFiles(files, open_anew=True)
         self._buffers = HostBuffers()
 
@@ -173,6 +174,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             return value
         if file not in self._files:
             self._files[file] = StoredWeights(file)
+            self._unchanged.check(Path(file))  # it is opened late, and may be another one by now
         value = self._files[file].read(entry.get("weight_name", key), memory=memory)
         dtype = getattr(torch, str(entry.get("dtype", value.dtype)).removeprefix("torch."))
         return value.to(device=self.device, dtype=dtype)
