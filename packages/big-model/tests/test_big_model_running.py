@@ -578,3 +578,19 @@ def test_a_file_that_was_replaced_before_it_is_opened_is_refused(tmp_path):
     write_weights({name: value + 1 for name, value in net().state_dict().items()}, tmp_path)
     with pytest.raises(CheckpointError, match=r"model.safetensors was written to while a model reads its weights"):
         model(IDS)
+
+
+def test_a_forward_that_writes_to_an_offloaded_buffer_is_refused(tmp_path):
+    x = torch.randn(4, 3)
+    model = disk_offload(nn.BatchNorm1d(3), tmp_path / "all", offload_buffers=True)
+    with pytest.raises(RuntimeError, match=r"BatchNorm1d wrote to its buffer num_batches_tracked, which is offloaded"):
+        model(x)
+    assert torch.equal(model.eval()(x), nn.BatchNorm1d(3).eval()(x))
+    expected = nn.BatchNorm1d(3)
+    expected(x)
+    for kept in (
+        disk_offload(nn.BatchNorm1d(3), tmp_path / "some"),
+        cpu_offload(nn.BatchNorm1d(3), offload_buffers=True),
+    ):
+        kept(x)  # the second one has its buffers in main memory, where they are written to
+        assert torch.equal(kept.eval()(x), expected.eval()(x))

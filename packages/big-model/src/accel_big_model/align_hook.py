@@ -79,6 +79,7 @@ class AlignDevicesHook(ModelHook):
         self._path = ""  # of the module in the model, with a dot behind it
         self._away: dict[str, torch.Tensor] = {}
         self._fetched: dict[str, torch.Tensor] = {}
+        self._versions: dict[str, int] = {}  # of buffers, as they were brought
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Moves the weights to where they compute, or takes them away."""
@@ -160,8 +161,18 @@ class AlignDevicesHook(ModelHook):
             self._fetched = {}
             del vars(self)["_caller"]
 
-    def post_forward(self, module: nn.Module, output: Any) -> Any:  # noqa: ARG002  (its place in every hook)
-        """Brings outputs back."""
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Brings outputs back. Raises if the forward wrote to a buffer that goes away now, such as statistics."""
+        for name in self._fetched:
+            owner, own = owner_of(module, name)
+            buffer = owner._buffers.get(own)
+            if buffer is None or buffer.is_inference() or buffer._version == self._versions.get(name):
+                continue
+            if self.weights_map is not None and self.weights_map[name].data_ptr() != buffer.data_ptr():
+                raise RuntimeError(
+                    f"The forward of {type(module).__name__} wrote to its buffer {self._path}{name}, which is offloaded: that would be lost. Leave "
+                    f"offload_buffers= out, or call eval() if these are statistics."
+                )
         if self.io_same_device and self.input_device is not None:
             output = self._moved(output, self.input_device)
         return output
@@ -185,6 +196,9 @@ class AlignDevicesHook(ModelHook):
         self._fetched = fetched
         for name, value in fetched.items():
             self._place(module, name, value)
+            owner, own = owner_of(module, name)
+            if (buffer := owner._buffers.get(own)) is not None and not buffer.is_inference():
+                self._versions[name] = buffer._version
         if torch.is_grad_enabled():
             for name in self._names:
                 owner, own = owner_of(module, name)
