@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import re
+import subprocess
 import sys
 
 import pytest
@@ -490,7 +491,7 @@ class TestBadInput:
 
     def test_without_transformers_a_configuration_says_what_to_type(self, capsys, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, "transformers", None)
-        (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+        (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_layer": 1, "n_embd": 12, "vocab_size": 10}')
         for model in (str(tmp_path), str(tmp_path / "config.json"), "someone/their-model"):
             status, _, error = command(capsys, model)
             assert status == 2
@@ -582,3 +583,13 @@ class TestTransformers:
         status, _, error = command(capsys, str(tmp_path))
         assert status == 2
         assert message in error
+
+
+def test_nothing_in_the_folder_of_a_model_is_executed(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "n_layer": 1, "n_embd": 12, "vocab_size": 10}')
+    (tmp_path / "transformers.py").write_text("open('executed', 'w')")
+    call = "from accel_big_model.estimate.command import main; sys.exit(main(['.', '--sequence', '8', '--strategy', 'ddp']))"
+    subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.pop(0); {call}"], cwd=tmp_path, check=False, timeout=120
+    )
+    assert not (tmp_path / "executed").exists()

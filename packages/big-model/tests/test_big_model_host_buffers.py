@@ -8,6 +8,7 @@ import gc
 import pytest
 import torch
 
+from accel_big_model import host_buffers
 from accel_big_model.host_buffers import LARGE, HostBuffers
 
 
@@ -68,3 +69,14 @@ def test_a_copy_has_memory_of_its_own():
     other = borrowed(copy.deepcopy(buffers), 2).fill_(2)
     assert first.max() == 1
     assert other.min() == 2
+
+
+def test_what_comes_back_while_a_tensor_is_made_leaves_that_one_alone(monkeypatch):
+    """Another thread, or the garbage collector, drops tensors at any moment."""
+    buffers, mapped = HostBuffers(), host_buffers._mapping
+    lent = [borrowed(buffers, 2) for _ in range(6)]
+    monkeypatch.setattr(host_buffers, "_mapping", lambda nbytes: lent.clear() or mapped(nbytes))
+    kept = borrowed(buffers, 4).fill_(1)
+    later = [borrowed(buffers, 4).fill_(2) for _ in range(3)]
+    assert kept.max() == 1
+    assert {kept.data_ptr()}.isdisjoint(each.data_ptr() for each in later)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import multiprocessing
 import threading
+from collections import deque
 
 import pytest
 import torch
@@ -99,3 +101,35 @@ def test_a_copy_learns_its_own_order():
     prefetcher = Prefetcher()
     passed(prefetcher, [Source(name) for name in "ab"])
     assert not copy.deepcopy(prefetcher)._next
+
+
+def test_threads_that_are_in_several_modules_get_their_own_weights():
+    """The other thread takes its weights while the first one has looked at what is ahead, and not taken it."""
+    sources, prefetcher = [Source(name) for name in "abc"], Prefetcher()
+    passed(prefetcher, sources), passed(prefetcher, sources)
+    others: list[threading.Thread] = []
+
+    class Looked(deque):
+        def __getitem__(self, index):
+            found = super().__getitem__(index)
+            if not others:
+                others.append(threading.Thread(target=prefetcher.take, args=(sources[1],)))
+                others[0].start()
+                others[0].join(1)  # it cannot come in between; if it can, it is done by then
+            return found
+
+    waiting(prefetcher)
+    prefetcher._ahead = Looked(prefetcher._ahead)
+    assert list(prefetcher.take(sources[0])) == ["weight", "a"]
+    others[0].join(20)
+    assert not others[0].is_alive()
+
+
+def test_a_process_that_is_forked_fetches_by_itself():
+    sources, prefetcher = [Source(name) for name in "abc"], Prefetcher()
+    passed(prefetcher, sources), passed(prefetcher, sources)
+    child = multiprocessing.get_context("fork").Process(target=passed, args=(prefetcher, sources))
+    child.start()
+    child.join(30)
+    child.kill()
+    assert child.exitcode == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import multiprocessing
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -24,6 +25,7 @@ from accel_big_model import (
     cpu_offload_with_hook,
     disk_offload,
     dispatch_model,
+    get_state_dict_offloaded_model,
     has_offloaded_params,
     init_empty_weights,
     load_checkpoint_and_dispatch,
@@ -31,6 +33,7 @@ from accel_big_model import (
     remove_hook_from_module,
     remove_hook_from_submodules,
     set_module_tensor_to_device,
+    weights,
 )
 from accel_checkpoint import write_weights
 from accel_core import CheckpointError
@@ -207,6 +210,28 @@ def test_a_copy_of_an_offloaded_model_runs_by_itself(files):
         other = copy.deepcopy(offloaded)
         assert torch.equal(other(IDS), net()(IDS))
         assert torch.equal(offloaded(IDS), net()(IDS))
+
+
+def test_a_copy_reads_what_the_original_reads(files):
+    """Other weights have been saved under the same names by then."""
+    with init_empty_weights():
+        model = Net().eval()
+    model = load_checkpoint_and_dispatch(model, files, device_map=MAPS[1])
+    write_weights({name: value + 1 for name, value in net().state_dict().items()}, files)
+    other = copy.deepcopy(model)
+    assert torch.equal(other(IDS), net()(IDS))
+    assert torch.equal(model(IDS), net()(IDS))
+
+
+def test_a_process_that_is_forked_runs_the_model(files):
+    write_weights({"weight": torch.ones(2, 1 << 20)}, files)
+    store = weights.StoredWeights(files)
+    assert store.lend("weight").sum() == 2 << 20  # by two threads
+    child = multiprocessing.get_context("fork").Process(target=store.lend, args=("weight",))
+    child.start()
+    child.join(30)
+    child.kill()
+    assert child.exitcode == 0
 
 
 class Noted(ModelHook):
@@ -513,3 +538,114 @@ class TestWeightsThatAreNotHere:
         x = torch.ones(1, 3, requires_grad=True)
         frozen(x).sum().backward()
         assert x.grad is not None
+
+
+class Filtering(nn.Module):
+    """Reads the buffer of a module that it does not call."""
+
+    def __init__(self):
+        super().__init__()
+        self.bank = nn.Module()
+        self.bank.register_buffer("filters", torch.ones(4, 4))
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return torch.mm(self.linear(x), self.bank.filters)
+
+
+def test_buffers_that_are_away_are_not_computed_with(tmp_path):
+    model = disk_offload(Filtering(), tmp_path, offload_buffers=True)
+    for each in (model, copy.deepcopy(model)):
+        with pytest.raises(RuntimeError, match=r"mm\(\) was given the weight 'bank\.filters', which is offloaded"):
+            each(torch.ones(2, 4))
+        assert each.state_dict()["bank.filters"].shape == (4, 4)
+    remove_hook_from_submodules(model)
+    assert torch.equal(model.bank.filters, torch.ones(4, 4))
+
+
+class Rooted(nn.Module):
+    """Has weights beside modules, which a map places by themselves."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Parameter(torch.randn(4, 4))
+        self.second = nn.Parameter(torch.randn(4, 4))
+        self.register_buffer("third", torch.randn(4, 4))
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.inner(x @ self.first @ self.second @ self.third)
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.part = Rooted()
+        self.own = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x):
+        return self.part(x @ self.own)
+
+
+@pytest.mark.parametrize("buffers", [False, True])
+@pytest.mark.parametrize("others", ["cpu", "disk"])
+@pytest.mark.parametrize("from_files", [True, False])
+def test_weights_beside_modules_are_on_disk_by_themselves(tmp_path, others, buffers, from_files):
+    torch.manual_seed(0)
+    expected, x = Twice(), torch.randn(2, 4)
+    places = {"part.first": "disk", "part.second": "cpu", "part.third": "disk", "part.inner": others, "own": "disk"}
+    if from_files:
+        write_weights(expected.state_dict(), tmp_path)
+        with init_empty_weights():
+            model = Twice()
+        model = load_checkpoint_and_dispatch(model, tmp_path, device_map=places, offload_buffers=buffers)
+    else:
+        model = dispatch_model(copy.deepcopy(expected), places, offload_dir=tmp_path, offload_buffers=buffers)
+    assert model.own.is_meta
+    assert model.part.first.is_meta
+    for each in (model, model, copy.deepcopy(model)):
+        assert torch.equal(each(x), expected(x))
+    state = get_state_dict_offloaded_model(model)
+    assert all(torch.equal(state[name], value) for name, value in expected.state_dict().items())
+
+
+@pytest.mark.parametrize("offload", [
+    disk_offload,
+    lambda model, folder: dispatch_model(model, {"": "disk"}, offload_dir=folder),
+])  # fmt: skip
+def test_a_folder_of_another_model_of_the_same_shapes_is_refused(offload, tmp_path):
+    offload(net(), tmp_path)
+    changed = net()
+    with torch.no_grad():
+        changed.norm.weight[0] += 1
+    with pytest.raises(ValueError, match=r"has other values of norm.weight than this Net.*Pass an empty folder"):
+        offload(changed, tmp_path)
+    assert torch.equal(offload(net(), tmp_path)(IDS), net()(IDS))
+
+
+def test_a_file_that_was_replaced_before_it_is_opened_is_refused(tmp_path):
+    write_weights(net().state_dict(), tmp_path)
+    file = str(tmp_path / "model.safetensors")
+    with init_empty_weights():
+        model = Net().eval()
+    index = {name: {"safetensors_file": file, "weight_name": name} for name in net().state_dict()}
+    model = dispatch_model(model, {"": "disk"}, offload_index={**index, "head.weight": index["embedding.weight"]})
+    write_weights({name: value + 1 for name, value in net().state_dict().items()}, tmp_path)
+    with pytest.raises(CheckpointError, match=r"model.safetensors was written to while a model reads its weights"):
+        model(IDS)
+
+
+def test_a_forward_that_writes_to_an_offloaded_buffer_is_refused(tmp_path):
+    x = torch.randn(4, 3)
+    model = disk_offload(nn.BatchNorm1d(3), tmp_path / "all", offload_buffers=True)
+    with pytest.raises(RuntimeError, match=r"BatchNorm1d wrote to its buffer num_batches_tracked, which is offloaded"):
+        model(x)
+    assert torch.equal(model.eval()(x), nn.BatchNorm1d(3).eval()(x))
+    expected = nn.BatchNorm1d(3)
+    expected(x)
+    for kept in (
+        disk_offload(nn.BatchNorm1d(3), tmp_path / "some"),
+        cpu_offload(nn.BatchNorm1d(3), offload_buffers=True),
+    ):
+        kept(x)  # the second one has its buffers in main memory, where they are written to
+        assert torch.equal(kept.eval()(x), expected.eval()(x))

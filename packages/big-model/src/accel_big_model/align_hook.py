@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -46,6 +46,7 @@ class AlignDevicesHook(ModelHook):
         skip_keys: keywords of inputs, or of outputs, that stay where they are.
         tied_params_map: as in `set_module_tensor_to_device`.
         prefetcher: fetches ahead; None: each call waits for its weights.
+        names: of the weights that are meant; None: all.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class AlignDevicesHook(ModelHook):
         skip_keys: str | Sequence[str] | None = None,
         tied_params_map: Tied | None = None,
         prefetcher: Prefetcher | None = None,
+        names: Collection[str] | None = None,
     ) -> None:
         self.execution_device: Any = None if execution_device is None else as_device(execution_device)
         self.offload = offload
@@ -69,6 +71,7 @@ class AlignDevicesHook(ModelHook):
         self.skip_keys = [skip_keys] if isinstance(skip_keys, str) else list(skip_keys or ())
         self.tied_params_map = tied_params_map
         self.prefetcher = prefetcher
+        self._meant = names
         self.input_device: torch.device | None = None
         self.original_devices: dict[str, torch.device] = {}
         self.nbytes = 0
@@ -76,6 +79,7 @@ class AlignDevicesHook(ModelHook):
         self._path = ""  # of the module in the model, with a dot behind it
         self._away: dict[str, torch.Tensor] = {}
         self._fetched: dict[str, torch.Tensor] = {}
+        self._versions: dict[str, int] = {}  # of buffers, as they were brought
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Moves the weights to where they compute, or takes them away."""
@@ -86,7 +90,11 @@ class AlignDevicesHook(ModelHook):
                         module, name, self.execution_device, tied_params_map=self.tied_params_map
                     )
             return module
-        tensors = dict(_each_name(module, self.offload_buffers, self.place_submodules))
+        tensors = {
+            name: tensor
+            for name, tensor in _each_name(module, self.offload_buffers, self.place_submodules)
+            if self._meant is None or name in self._meant
+        }
         self.original_devices = {name: tensor.device for name, tensor in tensors.items()}
         if self.weights_map is None:
             self.weights_map = {name: tensor.detach().to("cpu") for name, tensor in tensors.items()}
@@ -100,6 +108,8 @@ class AlignDevicesHook(ModelHook):
         for name, tensor in [*_each_name(module, True, self.place_submodules, persistent=False)]:
             if name in tensors:
                 self._take_away(module, name)
+            elif self._meant is not None and name not in self._meant:
+                continue
             elif self.execution_device is not None and tensor.device.type != "meta":
                 set_module_tensor_to_device(module, name, self.execution_device)
         return module
@@ -151,6 +161,8 @@ class AlignDevicesHook(ModelHook):
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Brings outputs back. Takes weights away that `pre_forward` alone has brought."""
+        if self._versions and self._fetched:
+            self._refuse_writes(module)
         if self.offload and "_caller" not in vars(self):  # libraries call both by hand, around what reads the weights
             self._take_all_away(module)
         if self.io_same_device and self.input_device is not None:
@@ -176,6 +188,10 @@ class AlignDevicesHook(ModelHook):
         self._fetched = fetched
         for name, value in fetched.items():
             self._place(module, name, value)
+            if not isinstance(self._away[name], nn.Parameter):
+                owner, own = owner_of(module, name)
+                if (buffer := owner._buffers.get(own)) is not None and not buffer.is_inference():
+                    self._versions[name] = buffer._version
         if torch.is_grad_enabled():
             for name in self._names:
                 owner, own = owner_of(module, name)
@@ -194,6 +210,19 @@ class AlignDevicesHook(ModelHook):
         else:
             owner, own = owner_of(module, name)
             owner._parameters[own] = filled
+
+    def _refuse_writes(self, module: nn.Module) -> None:
+        """Raises if the forward wrote to a buffer that goes away now, such as statistics."""
+        for name, version in self._versions.items():
+            owner, own = owner_of(module, name)
+            buffer = owner._buffers.get(own)
+            if buffer is None or buffer.is_inference() or buffer._version == version:
+                continue
+            if self.weights_map is not None and self.weights_map[name].data_ptr() != buffer.data_ptr():
+                raise RuntimeError(
+                    f"The forward of {type(module).__name__} wrote to its buffer {self._path}{name}, which is offloaded: that would be lost. Leave "
+                    f"offload_buffers= out, or call eval() if these are statistics."
+                )
 
     def _take_all_away(self, module: nn.Module) -> None:
         for name in self._names:

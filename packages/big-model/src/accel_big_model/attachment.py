@@ -102,10 +102,28 @@ def attach_align_device_hook_on_blocks(
             attach_block(each, name, devices[name], offloads.get(name, False))
         elif not name:
             add_hook_to_module(each, AlignDevicesHook(None, io_same_device=True, skip_keys=skip_keys), append=True)
+        if name not in devices:
+            attach_own(each, name)
         for own, child in each.named_children():
             inner = joined(name, own)
             if any(block == inner or block.startswith(f"{inner}.") for block in devices):
                 attach(child, inner)
+
+    def attach_own(each: nn.Module, name: str) -> None:
+        """For a module whose weights have places of their own, of which some are offloaded."""
+        own = [tensor for tensor, _ in named_module_tensors(each) if offloads.get(joined(name, tensor), False)]
+        if own:
+            hook = AlignDevicesHook(
+                devices[joined(name, own[0])],
+                offload=True,
+                weights_map=None if weights_map is None else PrefixedDataset(weights_map, f"{name}." if name else ""),
+                offload_buffers=offload_buffers,
+                skip_keys=skip_keys,
+                tied_params_map=tied_params_map,
+                prefetcher=prefetcher,
+                names=own,
+            )
+            add_hook_to_module(each, hook, append=True)
 
     def attach_block(block: nn.Module, name: str, device: Any, is_offloaded: bool) -> None:
         if is_offloaded:

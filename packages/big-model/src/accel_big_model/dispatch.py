@@ -51,14 +51,14 @@ def dispatch_model(
         main_device: None: the first accelerator in the map, else the CPU.
         state_dict: weights of what is on "cpu". None: the model's own.
         offload_dir: for what is on "disk": a folder of `offload_state_dict`, which is written if
-            it has no index.
+            it has no index, else has the values of the model, unless that is on meta.
         offload_index: name → where it lies, in that folder or in safetensors files.
         offload_buffers: whether buffers are offloaded too.
         skip_keys: keywords of inputs that stay where they are.
         preload_module_classes: names of classes whose weights are brought together.
         force_hooks: attaches hooks although everything is in one place.
 
-    Raises `ValueError` if the map misfits the model, or weights on "disk" have no folder or index.
+    Raises `ValueError` if the map or folder misfits the model, or weights on "disk" have none.
     """
     check_device_map(model, device_map)
     places = {name: place if isinstance(place, (int, str)) else str(place) for name, place in device_map.items()}
@@ -93,7 +93,8 @@ class _Store:
                 f"device_map has {', '.join(sorted(on_disk)[:3])}{', …' if len(on_disk) > 3 else ''} on 'disk', and nothing says "
                 f"where there. Pass offload_dir=, or load_checkpoint_and_dispatch(), which reads the files of the weights."
             )
-        if on_disk and self._folder is not None and not (Path(self._folder) / INDEX).is_file():
+        anew = bool(on_disk) and self._folder is not None and not (Path(self._folder) / INDEX).is_file()
+        if anew and self._folder is not None:
             empty = [name for name, value in on_disk.items() if value.device.type == "meta"]
             if empty:
                 raise ValueError(
@@ -103,12 +104,17 @@ class _Store:
         folder = self._folder if by_place["disk"] else None
         in_memory = {name: value.detach().to("cpu") for name, value in by_place["cpu"].items()}
         store = _joined(in_memory, folder, self._index)
-        _check_folder(self._model, by_place["disk"], store)
+        _check_folder(self._model, by_place["disk"], store, {} if anew else on_disk)
         return store
 
 
-def _check_folder(model: nn.Module, wanted: Mapping[str, torch.Tensor], store: OffloadedWeightsLoader) -> None:
-    """Raises `ValueError` if a folder or index, which was there before, is that of another model."""
+def _check_folder(
+    model: nn.Module,
+    wanted: Mapping[str, torch.Tensor],
+    store: OffloadedWeightsLoader,
+    found: Mapping[str, torch.Tensor],
+) -> None:
+    """Raises `ValueError` if a folder or index is that of another model; `found`: what a folder had already."""
     tied = {name: names for names in find_tied_parameters(model) for name in names}
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     where, known = store.save_folder or "offload_index=", {*store.all_keys}
@@ -125,6 +131,18 @@ def _check_folder(model: nn.Module, wanted: Mapping[str, torch.Tensor], store: O
                 f"{where} has {name} in another shape, {shape} instead of {tuple(tensor.shape)} of this {type(model).__name__}: it was "
                 f"written for another model. Pass an empty folder."
             )
+    for name, tensor in found.items():
+        if not tensor.is_meta and name in store and not _same(store[name], tensor):
+            raise ValueError(
+                f"{where} has other values of {name} than this {type(model).__name__}: it was written for another model, or before this one "
+                f"was changed. Pass an empty folder; or a model on the meta device, which takes the values of the folder."
+            )
+
+
+def _same(stored: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether a value, as a folder would have it in its dtype, is what it has, bit by bit."""
+    value = value.detach().to("cpu", stored.dtype).contiguous()
+    return torch.equal(stored.view(-1).view(torch.uint8), value.view(-1).view(torch.uint8))
 
 
 def _joined(
@@ -239,12 +257,13 @@ def disk_offload(
     preload_module_classes: Sequence[str] | None = None,
 ) -> M:
     """Keeps a model's weights in a folder, written if it has no index; see `cpu_offload`."""
-    if not (Path(offload_dir) / INDEX).is_file():
-        offload_state_dict(offload_dir, model.state_dict())
+    state = model.state_dict()
+    if anew := not (Path(offload_dir) / INDEX).is_file():
+        offload_state_dict(offload_dir, state)
     if execution_device is None:
         execution_device = next(iter(model.parameters())).device
     weights = OffloadedWeightsLoader(save_folder=offload_dir)
-    _check_folder(model, model.state_dict(), weights)
+    _check_folder(model, state, weights, {} if anew else state)
     return _offloaded(model, execution_device, weights, offload_buffers, preload_module_classes)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import mmap
 import threading
@@ -11,6 +12,8 @@ from functools import partial
 from typing import Any
 
 import torch
+
+from accel_big_model.forks import begin_in_each_process
 
 LARGE = 1 << 20
 """Bytes from which on the allocator of C would keep what is freed, between other blocks."""
@@ -29,11 +32,16 @@ class HostBuffers:
     """
 
     def __init__(self) -> None:
-        self._borrowing = threading.Lock()
+        begin_in_each_process(self)
         self._free: list[mmap.mmap] = []
+        self._numbers = itertools.count()  # of what is lent: an id is that of another view as soon as one goes
         self._lent: dict[int, tuple[weakref.ref[memoryview], mmap.mmap]] = {}
         self._back: deque[int] = deque()  # tensors go at any moment, in any thread: there it is only noted
         self._bytes = self._most = 0  # that are lent, now and at once
+
+    def begin(self) -> None:
+        """Makes the lock."""
+        self._borrowing = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy has memory of its own."""
@@ -52,7 +60,7 @@ class HostBuffers:
             else:
                 self._free.remove(mapping)
             view = memoryview(mapping)[:nbytes]
-            key = id(view)
+            key = next(self._numbers)
             self._lent[key] = weakref.ref(view, partial(_note, self._back, key)), mapping
             self._bytes += len(mapping)
             self._most = max(self._most, self._bytes)

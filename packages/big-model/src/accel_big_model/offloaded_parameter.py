@@ -27,6 +27,24 @@ _METADATA = {
 }
 
 
+def _refuse(
+    cls: type[torch.Tensor],
+    func: Any,
+    types: Any,  # noqa: ARG001  (torch passes it)
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Any:
+    """Answers questions about shape and dtype; raises `RuntimeError` for all else."""
+    if func.__name__ in _METADATA:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+    away = next(each for each in _flat(args, kwargs) if isinstance(each, cls))
+    raise RuntimeError(
+        f"{func.__name__}() was given the weight {vars(away)[STANDS_FOR][1]!r}, which is offloaded, and is here only while its own module "
+        f"is called. Name the class that uses it in preload_module_classes=, or read it inside align_module_device()."
+    )
+
+
 class Away(nn.Parameter):
     """A weight on the meta device that raises when it is computed with.
 
@@ -36,10 +54,9 @@ class Away(nn.Parameter):
 
     @classmethod
     def of(cls, tensor: torch.Tensor, name: str) -> torch.Tensor:
-        """Stands for `tensor`, with its shape, dtype and attributes. A buffer is plain, on meta."""
-        if not isinstance(tensor, nn.Parameter):
-            return tensor.detach().to("meta")
-        away = torch.Tensor._make_subclass(cls, tensor.detach().to("meta"), tensor.requires_grad)
+        """Stands for `tensor`, with its shape, dtype and attributes."""
+        kind = cls if isinstance(tensor, nn.Parameter) else AwayBuffer
+        away = torch.Tensor._make_subclass(kind, tensor.detach().to("meta"), tensor.requires_grad)
         vars(away).update({STANDS_FOR: (type(tensor), name), **vars(tensor)})
         return away
 
@@ -63,19 +80,14 @@ class Away(nn.Parameter):
         copied: torch.Tensor = memo[id(self)]
         return copied
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Answers questions about shape and dtype; raises `RuntimeError` for all else."""
-        if func.__name__ in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        away = next(each for each in _flat(args, kwargs) if isinstance(each, cls))
-        raise RuntimeError(
-            f"{func.__name__}() was given the weight {vars(away)[STANDS_FOR][1]!r}, which is offloaded, and is here only while its own module "
-            f"is called. Name the class that uses it in preload_module_classes=, or read it inside align_module_device()."
-        )
+    __torch_function__ = classmethod(_refuse)
+
+
+class AwayBuffer(torch.Tensor):
+    """The same for a buffer."""
+
+    __deepcopy__ = Away.__deepcopy__
+    __torch_function__ = classmethod(_refuse)
 
 
 def _flat(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> list[Any]:

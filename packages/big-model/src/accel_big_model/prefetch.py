@@ -7,6 +7,7 @@ a result. What is ahead has at most as many bytes as the largest module, or is o
 from __future__ import annotations
 
 import copy
+import threading
 import weakref
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from accel_big_model.forks import begin_in_each_process
 from accel_big_model.tied_weights import TiedWeights
 
 _MOST = 8  # modules ahead
@@ -45,20 +47,26 @@ class Prefetcher:
         self.tied = TiedWeights() if tied is None else tied
         self._next: weakref.WeakKeyDictionary[Source, weakref.ref[Source]] = weakref.WeakKeyDictionary()
         self._last: weakref.ref[Source] | None = None
-        self._ahead: deque[_Ahead] = deque()
         self._largest = 0
+        begin_in_each_process(self)
+
+    def begin(self) -> None:
+        """Makes the lock; the thread follows when there is something to fetch ahead."""
+        self._taking = threading.Lock()
+        self._ahead: deque[_Ahead] = deque()
         self._thread: ThreadPoolExecutor | None = None
 
     def take(self, source: Source) -> dict[str, torch.Tensor]:
         """The weights of `source`, which are needed now. Raises what fetching them raised."""
-        self._learn(source)
-        if self._ahead and self._ahead[0].source() is source:
-            weights = self._ahead.popleft().weights.result()
-        else:
-            self._forget()
-            weights = source.fetch()
-        self._fetch_ahead(source, source.note(weights))
-        return weights
+        with self._taking:  # threads that are in several modules would take each other's weights
+            self._learn(source)
+            if self._ahead and self._ahead[0].source() is source:
+                weights = self._ahead.popleft().weights.result()
+            else:
+                self._forget()
+                weights = source.fetch()
+            self._fetch_ahead(source, source.note(weights))
+            return weights
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Prefetcher:
         """A copy of a model learns its own order."""

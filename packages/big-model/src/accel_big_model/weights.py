@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from accel_big_model.forks import begin_in_each_process
 from accel_big_model.host_buffers import HostBuffers, own_memory
 from accel_big_model.module_tensors import set_module_tensor_to_device
 from accel_big_model.unchanged_files import UnchangedFiles
@@ -54,13 +55,21 @@ class StoredWeights(Mapping[str, torch.Tensor]):
         weakref.finalize(self, self._files.close)
         self._stored = stored_in(self.checkpoint, self._files)
         self._buffers = HostBuffers()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="accel-read")
+        begin_in_each_process(self)
         mapped = (each.file for each in self._stored.values() if each.file.suffix != ".safetensors")
         self._unchanged = UnchangedFiles(mapped)
 
+    def begin(self) -> None:
+        """Makes the thread."""
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="accel-read")
+
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy opens the files again."""
+        """In another process the files are opened again."""
         return StoredWeights, (self.checkpoint,)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StoredWeights:
+        """What a copied model reads, too: by now there may be other files of these names."""
+        return self
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self.read(name)
@@ -141,6 +150,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         self._files: dict[str, StoredWeights] = {}
         self.all_keys = list(dict.fromkeys([*self.state_dict, *self.index]))
         files = [] if self.save_folder is None else [self.save_folder / f"{key}.dat" for key in self.index]
+        files += [Path(entry["safetensors_file"]) for entry in self.index.values() if "safetensors_file" in entry]
         self._unchanged = UnchangedFiles(files, open_anew=True)
         self._buffers = HostBuffers()
 
@@ -164,6 +174,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             return value
         if file not in self._files:
             self._files[file] = StoredWeights(file)
+            self._unchanged.check(Path(file))  # it is opened late, and may be another one by now
         value = self._files[file].read(entry.get("weight_name", key), memory=memory)
         dtype = getattr(torch, str(entry.get("dtype", value.dtype)).removeprefix("torch."))
         return value.to(device=self.device, dtype=dtype)

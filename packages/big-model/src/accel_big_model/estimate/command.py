@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -98,7 +99,8 @@ def _estimated(given: argparse.Namespace) -> MemoryEstimate:
     for name in ("batch", "sequence"):
         if getattr(given, name) is not None and getattr(given, name) < 1:
             raise ValueError(f"--{name} {getattr(given, name)}: expected a number of at least 1.")
-    with working_directory():
+    names_code = any(":" in text for text in (given.model_name, given.input or "", given.optimizer))
+    with working_directory() if names_code else nullcontext():  # a model's folder may have files of any names
         model = open_model(given.model_name, _arguments(given.arguments), given.trust_remote_code)
         if given.input:
             batch = read_input(given.input, given.batch)
