@@ -38,7 +38,7 @@ def test_it_is_a_block_to_paste(capsys):
 def test_versions_of_everything_that_takes_part_are_there(capsys):
     found = as_json(capsys)
     assert found["system"]["python"].startswith(platform.python_version())
-    assert {"accel-core", "accel-launch", "torch", "pluggy", "safetensors"} <= found["distributions"].keys()
+    assert {"accel-core", "accel-launch", "torch", "pluggy", "xxhash"} <= found["distributions"].keys()
     assert "gloo" in found["torch"]["backends"]
     assert len(found["devices"]) == torch.accelerator.device_count()
     assert "usable of" in found["system"]["cores"]
