@@ -11,6 +11,9 @@ from accel_deepspeed import DeepSpeed
 from accel_deepspeed.operators import examine
 from accel_testing import run_ranks
 
+# Where libaio is not installed, DeepSpeed's look for it leaves pipes open.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
 WORLD, STEPS, WIDTH = 2, 3, 768
 OPTIONS = {
     "parameters": {"offload_param": "nvme"},

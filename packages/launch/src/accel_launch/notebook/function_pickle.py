@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import io
 import linecache
+import marshal
 import pickle
 import sys
 import types
@@ -56,6 +57,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             raise _StaysError(f"{_article(obj)} belongs to the process that made it")
         if isinstance(obj, torch.Tensor) and obj.device.type not in {"cpu", "meta"}:
             return _on_cpu(obj)
+        if isinstance(
+            obj, types.CodeType
+        ):  # as it is: cloudpickle leaves its file out, so tracebacks would show no lines
+            return marshal.loads, (marshal.dumps(obj),)
         if isinstance(obj, type | types.FunctionType) and obj.__module__ == "__main__":
             self.own.setdefault(obj.__qualname__, obj)
         return super().reducer_override(obj)
