@@ -649,3 +649,11 @@ def test_a_forward_that_writes_to_an_offloaded_buffer_is_refused(tmp_path):
     ):
         kept(x)  # the second one has its buffers in main memory, where they are written to
         assert torch.equal(kept.eval()(x), expected.eval()(x))
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_weights_without_elements_keep_their_shapes_where_one_is_offloaded():
+    model = nn.Sequential(nn.Linear(2, 0, bias=False), nn.Linear(0, 3, bias=False))
+    shapes = {name: value.shape for name, value in model.state_dict().items()}
+    cpu_offload(model[1])
+    assert {name: value.shape for name, value in get_state_dict_offloaded_model(model).items()} == shapes

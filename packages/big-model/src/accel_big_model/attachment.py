@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,7 +59,7 @@ def attach_align_device_hook(
             hook = AlignDevicesHook(
                 execution_device,
                 offload=offload,
-                weights_map=None if weights_map is None else PrefixedDataset(weights_map, f"{name}." if name else ""),
+                weights_map=_below(name, weights_map),
                 offload_buffers=offload_buffers,
                 place_submodules=together,
                 skip_keys=skip_keys,
@@ -96,12 +97,13 @@ def attach_align_device_hook_on_blocks(
     else:
         devices = dict.fromkeys(offload if isinstance(offload, Mapping) else [module_name], execution_device)
     offloads = offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
+    aligned = partial(AlignDevicesHook, skip_keys=skip_keys, tied_params_map=tied_params_map)
 
     def attach(each: nn.Module, name: str) -> None:
         if name in devices:
             attach_block(each, name, devices[name], offloads.get(name, False))
         elif not name:
-            add_hook_to_module(each, AlignDevicesHook(None, io_same_device=True, skip_keys=skip_keys), append=True)
+            add_hook_to_module(each, aligned(None, io_same_device=True), append=True)
         if name not in devices:
             attach_own(each, name)
         for own, child in each.named_children():
@@ -113,13 +115,11 @@ def attach_align_device_hook_on_blocks(
         """For a module whose weights have places of their own, of which some are offloaded."""
         own = [tensor for tensor, _ in named_module_tensors(each) if offloads.get(joined(name, tensor), False)]
         if own:
-            hook = AlignDevicesHook(
+            hook = aligned(
                 devices[joined(name, own[0])],
                 offload=True,
-                weights_map=None if weights_map is None else PrefixedDataset(weights_map, f"{name}." if name else ""),
+                weights_map=_below(name, weights_map),
                 offload_buffers=offload_buffers,
-                skip_keys=skip_keys,
-                tied_params_map=tied_params_map,
                 prefetcher=prefetcher,
                 names=own,
             )
@@ -140,13 +140,7 @@ def attach_align_device_hook_on_blocks(
                 prefetcher,
             )
         if not is_offloaded or not hasattr(block, "_hf_hook"):
-            hook = AlignDevicesHook(
-                device,
-                io_same_device=not name,
-                place_submodules=not is_offloaded,
-                skip_keys=skip_keys,
-                tied_params_map=tied_params_map,
-            )
+            hook = aligned(device, io_same_device=not name, place_submodules=not is_offloaded)
             add_hook_to_module(block, hook)
         elif not name:  # one more hook would look for the values of what the first has taken away
             getattr(block._hf_hook, "hooks", [block._hf_hook])[-1].io_same_device = True
@@ -154,3 +148,8 @@ def attach_align_device_hook_on_blocks(
             attach_execution_device_hook(block, device, skip_keys, preload_module_classes, tied_params_map)
 
     attach(module, module_name)
+
+
+def _below(name: str, weights: Mapping[str, torch.Tensor] | None) -> PrefixedDataset | None:
+    """The weights of a module, by their names in it."""
+    return None if weights is None else PrefixedDataset(weights, f"{name}." if name else "")

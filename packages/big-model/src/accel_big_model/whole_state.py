@@ -17,7 +17,7 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, torch.Tensor]:
         write_weights(get_state_dict_offloaded_model(model), "weights/")
     """
     state: dict[str, torch.Tensor] = dict(model.state_dict())
-    live = {value.data_ptr(): value for value in state.values() if not value.is_meta}
+    live = {value.data_ptr(): value for value in state.values() if value.numel() and not value.is_meta}
     for path, module in model.named_modules():
         if has_offloaded_params(module):
             with align_module_device(module, "cpu"):
