@@ -50,6 +50,7 @@ ALLOWED = {
         "yaml.load",
     ): "ruamel's own object, which makes mappings, sequences and scalars alone",
     ("accel_launch.notebook.function_pickle", "pickle.loads"): NOTEBOOKS,
+    ("accel_launch.notebook.function_pickle", "marshal.loads"): NOTEBOOKS,
     ("accel_testing.shared_launch", "pickle.loads"): A_TEST_S,
     ("accel_testing.ranks", "pickle.loads"): A_TEST_S,
     ("accel_testing.loader_jobs", "pickle.loads"): "a loader is copied by pickling it",
