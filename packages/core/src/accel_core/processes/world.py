@@ -343,10 +343,11 @@ class World:
             together = patient and not (watch is not None and watch.verdict)
             shutdown = Shutdown(store, self.rank, self.size, PATIENCE if together else timedelta(0))
             shutdown.say("ready", wait=True)
-            dist.destroy_process_group()
             if self._connections is not None and not shutdown.complete:
-                # Whoever still holds the group (a model in the traceback of an error) would keep the others waiting.
+                # Whoever still holds the group (a model in the traceback of an error), or its sockets (a loader's worker, which was
+                # forked), would keep the others waiting. What is closed already cannot be broken off.
                 self._connections.break_off([])
+            dist.destroy_process_group()
             shutdown.say("gone", wait=self.rank == 0)
         if watch is not None:
             watch.stop(alone=shutdown is not None and not shutdown.complete)
