@@ -226,15 +226,18 @@ def test_the_peak_is_that_of_the_device_in_the_precision(clock, monkeypatch, pre
     assert meter.values["mfu"] == pytest.approx(0.5)
 
 
-def test_an_unknown_peak_is_asked_for_only_where_it_is_needed(monkeypatch):
+def test_an_unknown_peak_is_told_where_it_is_needed_and_the_rest_is_measured(clock, monkeypatch):
     accelerator = Logging()
     Throughput(accelerator)
-    with pytest.raises(ValueError, match=r"peak of 'cpu' is not known\. Give it, .*peak_flops=312e12"):
-        Throughput(accelerator, flops_per_sample=1e9)
+    with pytest.warns(UserWarning, match=r"peak of 'cpu' is not known, so that mfu is left out\..*peak_flops=312e12"):
+        meter = Throughput(accelerator, every=2, flops_per_sample=3e9, memory=False)
+    steps(meter, clock, 2)
+    assert meter.values["model_flops_per_second"] > 0
+    assert "mfu" not in meter.values
     monkeypatch.setattr(peak_flops, "device_name", lambda device: "Tesla T4")
     monkeypatch.setattr(Logging, "mixed_precision", "fp8")
-    with pytest.raises(
-        ValueError, match="of 'Tesla T4' in the precision 'fp8' is not known; known is float16, float32"
+    with pytest.warns(
+        UserWarning, match="of 'Tesla T4' in the precision 'fp8' is not known; known is float16, float32"
     ):
         Throughput(accelerator, flops_per_sample=1e9)
 
@@ -251,6 +254,10 @@ def test_an_unknown_peak_is_asked_for_only_where_it_is_needed(monkeypatch):
         ("NVIDIA H200", "h200"),
         ("NVIDIA GH200 480GB", "gh200"),
         ("NVIDIA B200", "b200"),
+        ("NVIDIA A10G", "a10g"),
+        ("NVIDIA RTX A6000", "rtx a6000"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx 6000 ada"),
+        ("AMD Instinct MI300A", "mi300a"),
         ("NVIDIA GeForce RTX 4090", "rtx 4090"),
         ("AMD Instinct MI300X", "mi300x"),
     ],
@@ -264,7 +271,7 @@ def test_devices_are_known_by_what_torch_calls_them(name, words):
     "name",
     [
         "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
-        "NVIDIA A10G",
+        "NVIDIA RTX 6000 Blackwell",
         "NVIDIA GeForce RTX 4090 Laptop GPU",
         "NVIDIA GeForce RTX 4090 D",
         "AMD Instinct MI250X / MI250",

@@ -12,12 +12,13 @@ float32.
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Mapping
 from types import MappingProxyType
 
 import torch
 
-_UNSPOKEN = re.compile(r"nvidia|amd|tesla|instinct|geforce|\d+gb|hbm\d\w*|sxm\d?|oam", re.IGNORECASE)
+_UNSPOKEN = re.compile(r"nvidia|amd|tesla|instinct|geforce|generation|\d+gb|hbm\d\w*|sxm\d?|oam", re.IGNORECASE)
 """Words of a device's name that say nothing of its speed: makers, families, memory, and the form that the table means anyway."""
 
 
@@ -50,6 +51,11 @@ PEAKS: Mapping[str, Mapping[str, float]] = MappingProxyType(
         "a30": _teraflops(165, 165, None, 82, 10.3),
         "a40": _teraflops(149.7, 149.7, None, 74.8, 37.4),
         "a10": _teraflops(125, 125, None, 62.5, 31.2),
+        "a10g": _teraflops(70, 70),
+        # NVIDIA: data sheets of RTX A6000 (2021), RTX 6000 Ada (2023) and H20 (2024), in the dtypes that were checked.
+        "rtx a6000": _teraflops(154.8, 154.8),
+        "rtx 6000 ada": _teraflops(364.2, 364.2),
+        "h20": _teraflops(148, 148),
         # NVIDIA: data sheets of L4, L40 and L40S (2023).
         "l4": _teraflops(121, 121, 242.5, 60, 30.3),
         "l40": _teraflops(181.05, 181.05, 362, 90.5, 90.5),
@@ -71,6 +77,7 @@ PEAKS: Mapping[str, Mapping[str, float]] = MappingProxyType(
         # AMD: data sheets of MI210 (2022), MI300X (2023), MI325X (2024), MI350X and MI355X (2025). Those of the MI250 are of two
         # devices in torch's sense.
         "mi210": _teraflops(181, 181, None, None, 45.3),
+        "mi300a": _teraflops(980.6, 980.6),
         "mi300x": _MI300X,
         "mi325x": _MI300X,
         "mi350x": _teraflops(2306.9, 2306.9, 4613.7, None, 144.2),
@@ -84,20 +91,22 @@ _DTYPES: Mapping[str, str] = MappingProxyType(
 )
 
 
-def peak_flops(device: torch.device, mixed_precision: str) -> float:
-    """The peak rate of a device in a precision, in operations per second; ValueError if unknown.
+def peak_flops(device: torch.device, mixed_precision: str) -> float | None:
+    """The peak rate of a device in a precision, in operations per second; None, and a warning, if unknown.
 
     "no" is float32, or TF32 where torch is told to use it for matrix products.
     """
     name = device_name(device)
     known = PEAKS.get(telling_words(name))
     if known is None:
-        raise _unknown(f"of {name!r} is not known")
+        _warn_of(f"of {name!r} is not known")
+        return None
     dtype = _DTYPES.get(mixed_precision.removesuffix("-true"), "")
     if dtype == "float32" and "tf32" in known and torch.backends.cuda.matmul.fp32_precision == "tf32":
         dtype = "tf32"
     if dtype not in known:
-        raise _unknown(f"of {name!r} in the precision {mixed_precision!r} is not known; known is {', '.join(known)}")
+        _warn_of(f"of {name!r} in the precision {mixed_precision!r} is not known; known is {', '.join(known)}")
+        return None
     return known[dtype]
 
 
@@ -112,8 +121,8 @@ def telling_words(name: str) -> str:
     return " ".join(word.lower() for word in re.findall(r"\w+", name) if not _UNSPOKEN.fullmatch(word))
 
 
-def _unknown(what: str) -> ValueError:
-    return ValueError(
-        f"flops_per_sample was given, and the share of the peak is to be told, but what the peak {what}. Give it, in operations per "
-        f"second of one device: Throughput(..., peak_flops=312e12)."
+def _warn_of(what: str) -> None:
+    given = f"flops_per_sample was given, and the peak {what}, so that mfu is left out."
+    warnings.warn(
+        f"{given} Give it, in operations per second of one device: Throughput(..., peak_flops=312e12).", stacklevel=4
     )

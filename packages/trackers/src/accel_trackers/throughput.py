@@ -59,8 +59,8 @@ class Throughput:
         flops_per_sample: floating-point operations that one sample takes, forward and backward
             together: about 6 * parameters * tokens for a transformer.
         peak_flops: what one device can do per second, in the dtype of the matrix products. None:
-            from the data sheet of the device, for the precision of the Accelerator; only used with
-            `flops_per_sample`.
+            from the data sheet of the device, for the precision of the Accelerator; if that is not
+            known, a warning says so and `mfu` is left out. Only used with `flops_per_sample`.
         prefix: stands before the names under which values are logged.
         warmup: optimizer steps that are not measured, while things are compiled and workers start.
             0: the clock starts now.
@@ -72,8 +72,6 @@ class Throughput:
         steps: optimizer steps so far.
         values: what was reported last, by names without the prefix; empty before the first report.
             For progress bars.
-
-    Raises ValueError if `flops_per_sample` is given for a device whose peak is not known.
     """
 
     def __init__(
@@ -95,7 +93,7 @@ class Throughput:
         self._flops = flops_per_sample
         if flops_per_sample is not None:
             one = peak_flops or known_peak(accelerator.device, accelerator.mixed_precision)
-            self._peak = one * accelerator.num_processes
+            self._peak = None if one is None else one * accelerator.num_processes
         self.steps = 0
         self.values: Mapping[str, Any] = {}
         self._pauses = 0
@@ -183,7 +181,8 @@ class Throughput:
             values["memory_gib"] = memory / _GIB
         if self._flops is not None:
             values["model_flops_per_second"] = rate * self._flops
-            values["mfu"] = rate * self._flops / self._peak
+            if self._peak is not None:
+                values["mfu"] = rate * self._flops / self._peak
         return values
 
 
