@@ -15,7 +15,14 @@ from accel_launch.options import LaunchOptions
 from accel_launch.starting import plan as planning
 from accel_launch.starting.checks import describe_output as describe
 from accel_launch.starting.checks import read_streams
-from accel_launch.starting.devices import Accelerators, confined, threads_of_each, usable_cores
+from accel_launch.starting.devices import (
+    Accelerators,
+    confined,
+    find_accelerators,
+    find_accelerators_elsewhere,
+    threads_of_each,
+    usable_cores,
+)
 from accel_launch.starting.plan import OWN_STORE, Plan, make_plan
 
 FOUR = Accelerators("cuda", 4)
@@ -173,6 +180,25 @@ def test_accelerators_are_counted_among_those_that_are_visible() -> None:
     assert confined([0, 2], FOUR, {}) == {"CUDA_VISIBLE_DEVICES": "0,2"}
     assert confined([1, 3], FOUR, {"CUDA_VISIBLE_DEVICES": "4,5,GPU-a, 7"}) == {"CUDA_VISIBLE_DEVICES": "5,7"}
     assert confined([1], Accelerators("xpu", 2), {}) == {"ZE_AFFINITY_MASK": "1"}
+
+
+def test_devices_of_amd_are_chosen_by_the_variable_that_their_driver_prefers():
+    found = Accelerators("cuda", 2, hip=True)
+    assert confined([1], found, {}) == {"HIP_VISIBLE_DEVICES": "1"}
+    assert confined([1], found, {"HIP_VISIBLE_DEVICES": "6,7"}) == {"HIP_VISIBLE_DEVICES": "7"}
+    assert confined([1], found, {"CUDA_VISIBLE_DEVICES": "4,5"}) == {"HIP_VISIBLE_DEVICES": "5"}
+
+
+def test_devices_to_bind_to_are_counted_in_another_process(monkeypatch):
+    """The driver reads once what this process sees, and torch binds ranks from here, behind the choice."""
+    monkeypatch.setattr(planning, "find_accelerators", lambda: pytest.fail("asked in this process"))
+    monkeypatch.setattr(planning, "find_accelerators_elsewhere", lambda: FOUR)
+    plan = planned(cpu=False, device_ids=[2, 3], numa_binding="node")
+    assert plan.variables["CUDA_VISIBLE_DEVICES"] == "2,3"
+
+
+def test_another_process_counts_as_this_one_does():
+    assert find_accelerators_elsewhere() == find_accelerators()
 
 
 @pytest.mark.parametrize(

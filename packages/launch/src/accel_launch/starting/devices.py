@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,15 +24,17 @@ VISIBILITY: Mapping[str, str] = {
 }
 """By torch's type of accelerator, the variable that says which ones a process sees."""
 
+_HIP = "HIP_VISIBLE_DEVICES"
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
 class Accelerators:
-    """The type of this machine's accelerators that torch sees, empty if none, and their number."""
+    """The type of this machine's accelerators that torch sees, empty if none; their number; AMD's, which torch calls "cuda"."""
 
     kind: str = ""
     count: int = 0
+    hip: bool = False
 
     def __str__(self) -> str:
         return f"{self.count} of type {self.kind}" if self.count else "none"
@@ -42,7 +46,17 @@ def find_accelerators() -> Accelerators:
 
     count = torch.accelerator.device_count()
     current = torch.accelerator.current_accelerator() if count else None
-    return Accelerators(current.type, count) if current is not None else Accelerators()
+    return Accelerators(current.type, count, bool(torch.version.hip)) if current is not None else Accelerators()
+
+
+def find_accelerators_elsewhere() -> Accelerators:
+    """Asks torch in another process: a driver reads once which devices a process sees, and that is to change in this one."""
+    code = (
+        "from accel_launch.starting.devices import find_accelerators as f; a = f(); print(a.kind, a.count, int(a.hip))"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True).stdout
+    kind, count, hip = printed.splitlines()[-1].split(" ")
+    return Accelerators(kind, int(count), hip == "1")
 
 
 def confined(ids: Sequence[int], found: Accelerators, environ: Mapping[str, str]) -> dict[str, str]:
@@ -62,13 +76,15 @@ def confined(ids: Sequence[int], found: Accelerators, environ: Mapping[str, str]
         )
     if len(set(ids)) < len(ids):
         raise LaunchError(f"{asked}, which names an accelerator twice. Give each one once: one process uses one.")
-    variable = VISIBILITY.get(found.kind)
+    variable = _HIP if found.hip else VISIBILITY.get(found.kind)
     if variable is None:
         raise LaunchError(
             f"{asked}, and for accelerators of type {found.kind} it is not known which variable selects some of them. "
             "Set it yourself, and leave device_ids out."
         )
-    visible = [each.strip() for each in environ.get(variable, "").split(",") if each.strip()]
+    # Where the driver of AMD's finds no list of its own, it takes that of "cuda".
+    listed = environ.get(variable) or (environ.get(VISIBILITY[found.kind], "") if found.hip else "")
+    visible = [each.strip() for each in listed.split(",") if each.strip()]
     # A list that is longer than what torch found has entries behind an invalid one, which do not count.
     names = visible[: found.count] if len(visible) >= found.count else [str(each) for each in range(found.count)]
     return {variable: ",".join(names[each] for each in ids)}

@@ -10,7 +10,14 @@ from accel_core.api.launcher import Place, read_place
 from accel_launch.errors import LaunchError
 from accel_launch.starting import meeting_point
 from accel_launch.starting.checks import check_output, check_values, describe_output, given
-from accel_launch.starting.devices import THREADS, Accelerators, confined, find_accelerators, threads_of_each
+from accel_launch.starting.devices import (
+    THREADS,
+    Accelerators,
+    confined,
+    find_accelerators,
+    find_accelerators_elsewhere,
+    threads_of_each,
+)
 from accel_launch.starting.interfaces import variables_towards
 
 if TYPE_CHECKING:
@@ -121,7 +128,7 @@ def _joined(launch: LaunchOptions, environ: Mapping[str, str], place: Place) -> 
         )
     found = None
     if launch.device_ids is not None:
-        found = find_accelerators()
+        found = _found(launch)
         variables |= confined(launch.device_ids, found, environ)
     if launch.num_cpu_threads_per_process is not None:
         variables[THREADS] = str(launch.num_cpu_threads_per_process)
@@ -195,8 +202,14 @@ def _accelerators(
     alone = launch.num_processes == launch.num_machines and launch.device_ids is None and launch.numa_binding is None
     if cpu or alone:
         return None, {}
-    found = find_accelerators()
+    found = _found(launch)
     return found, {} if launch.device_ids is None else confined(launch.device_ids, found, environ)
+
+
+def _found(launch: LaunchOptions) -> Accelerators:
+    # Torch binds ranks to the cores near a device from this process, which has to see those that the run is confined to.
+    elsewhere = launch.device_ids is not None and launch.numa_binding is not None
+    return find_accelerators_elsewhere() if elsewhere else find_accelerators()
 
 
 def _meeting(launch: LaunchOptions, processes: int) -> tuple[int | None, MeetingPoint]:
