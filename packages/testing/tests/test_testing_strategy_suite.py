@@ -23,12 +23,12 @@ class TestDDP(StrategySuite):
     worlds = (2,)
 
 
-def in_views():
-    return DDP(gradient_as_bucket_view=True, bucket_cap_mb=0.0001)
+def in_copies():
+    return DDP(gradient_as_bucket_view=False, bucket_cap_mb=0.0001)
 
 
-class TestDDPInViews(StrategySuite):
-    strategy = in_views
+class TestDDPInCopies(StrategySuite):
+    strategy = in_copies
     worlds = (2,)
 
 

@@ -35,8 +35,7 @@ def _debug_mode() -> bool:
 class _State(ProcessControl):
     """The common base of both states: the processes, and the set-up of torch under them."""
 
-    initialized = True
-    """Whoever holds this object knows the world."""
+    initialized = True  # whoever holds this object knows the world
     debug: bool
     """Whether collectives are to be checked before they run: ACCELERATE_DEBUG_MODE, as it was when this was made."""
 

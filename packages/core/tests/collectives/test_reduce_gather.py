@@ -700,6 +700,21 @@ def maxima_with_nan() -> list[bool]:
     return found
 
 
+@ON_TWO
+def reduce_what_backends_lack() -> None:
+    world, large = World.current(), 1 << 20
+    for dtype in (torch.int16, torch.uint16, torch.uint32):
+        for reduction in ("sum", "max"):
+            total = reduce_tree(torch.full((large,), 3 + world.rank, dtype=dtype), world, reduction)
+            assert (total.dtype, total[0].item(), total[-1].item()) == (dtype, *[7 if reduction == "sum" else 4] * 2)
+    total = reduce_tree(torch.full((large,), 1.5).to(torch.float8_e4m3fn), world, "sum")
+    assert (total.dtype, total[0].float()) == (torch.float8_e4m3fn, 3)
+
+
+def test_dtypes_that_backends_cannot_reduce_travel_in_others() -> None:
+    ON_TWO.run(reduce_what_backends_lack)
+
+
 def test_the_maximum_of_a_nan_is_nan_in_small_tensors_and_in_large_ones():
     for found in ON_TWO.run(maxima_with_nan):
         assert all(found)

@@ -240,6 +240,18 @@ def test_an_optimizer_of_another_accelerator_is_refused() -> None:
     assert second.prepare(optimizer) is optimizer
 
 
+@pytest.mark.parametrize("option", ["fused", "capturable", None])
+def test_steps_of_kernels_that_read_them_on_the_device_go_there(option: str | None) -> None:
+    parameter = torch.nn.Parameter(torch.empty(2, device="meta"))
+    optimizer = torch.optim.AdamW([parameter])
+    optimizer.state[parameter] = {"step": torch.tensor(1.0), "exp_avg": torch.zeros(2)}
+    if option:
+        optimizer.param_groups[0][option] = True
+    Accelerator().prepare_optimizer(optimizer)
+    state = optimizer.state[parameter]
+    assert (state["step"].device.type, state["exp_avg"].device.type) == ("meta" if option else "cpu", "meta")
+
+
 def test_a_closure_runs_its_own_backward() -> None:
     accelerator = Accelerator()
     model = line()

@@ -168,7 +168,7 @@ def test_any_order_of_prepare_trains_alike_on_one_process_and_on_two() -> None:
 def with_options() -> dict[str, list[torch.Tensor]]:
     choices: dict[str, dict[str, Any]] = {
         "static graph": {"static_graph": True},
-        "bucket view": {"gradient_as_bucket_view": True, "bucket_cap_mb": 1},
+        "bucket copies": {"gradient_as_bucket_view": False, "bucket_cap_mb": 1},
         "unused": {"find_unused_parameters": True},
         "fp16": {"comm_hook": "fp16"},
         "bf16": {"comm_hook": "bf16"},
@@ -186,7 +186,7 @@ def test_the_options_and_hooks_of_ddp_train() -> None:
     """DDP with communication hooks. The static graph also under accumulation from the first iteration."""
     exact = train(2, 2, "together")
     for results in ON_TWO.run(with_options):
-        for name in ("static graph", "bucket view", "unused"):
+        for name in ("static graph", "bucket copies", "unused"):
             assert close(results[name], exact), name
         for name in ("fp16", "bf16", "power_sgd"):
             assert torch.allclose(results[name][0], exact[0], atol=3e-2), name
@@ -711,6 +711,16 @@ def test_saved_weights_have_the_names_of_the_users_model(tmp_path: Path) -> None
     model = net()
     model.load_state_dict(loaded)
     assert all(torch.equal(loaded[name], value) for name, value in net().state_dict().items())
+
+
+@ON_TWO
+def default_buckets() -> tuple[bool, bool]:
+    model = Accelerator().prepare(net())
+    return model.bucket_bytes_cap_default, model.gradient_as_bucket_view
+
+
+def test_the_first_bucket_is_small_and_gradients_are_kept_once() -> None:
+    assert ON_TWO.run(default_buckets) == [(True, True)] * 2
 
 
 @ON_TWO

@@ -24,7 +24,7 @@ FORMULAS: Mapping[str, str] = MappingProxyType(
     {
         "single": "backward = weights + optimizer + max(activations + gradients so far); step = weights + optimizer + gradients + "
         "what the optimizer needs",
-        "ddp": "as single, and all gradients once more, in buckets (gradient_as_bucket_view=False)",
+        "ddp": "as single, but for gradients: they lie in buckets, which are there from the beginning to the end",
         "fsdp": "kept = (weights + optimizer) / ranks. forward: + root + 3 × the largest unit + activations. backward: + root + unit + "
         "the unit gathered ahead + its whole gradients + the last unit's gradients in what is reduced + sharded gradients so far + "
         "activations. step: + gradients / ranks + what the optimizer needs. Units are the repeated blocks, the root is the rest",
@@ -103,12 +103,16 @@ def activations_and_gradients(facts: Facts, timeline: Timeline) -> Iterator[int]
 def replicated(facts: Facts, strategy: str) -> StrategyEstimate:
     """Every rank has everything: "single" and "ddp"."""
     cost = facts.cost([each.shape for each in facts.shape.trained], facts.dtype)
-    buckets = facts.gradients if strategy == "ddp" else 0
-    kept = facts.weights + cost.state + buckets
+    kept = facts.weights + cost.state
+    if strategy == "ddp":  # whose gradients are views of its buckets
+        kept += facts.gradients
+        backward, gradients = max((each.peak for each in facts.timeline.backward), default=0), 0
+    else:
+        backward, gradients = max(activations_and_gradients(facts, facts.timeline), default=0), facts.gradients
     moments = {
         "forward": kept + facts.timeline.forward,
-        "backward": kept + max(activations_and_gradients(facts, facts.timeline), default=0),
-        "step": kept + facts.gradients + cost.temporary,
+        "backward": kept + backward,
+        "step": kept + gradients + cost.temporary,
     }
     return StrategyEstimate(
         strategy,
@@ -117,7 +121,7 @@ def replicated(facts: Facts, strategy: str) -> StrategyEstimate:
         facts.weights,
         facts.gradients,
         cost.state,
-        buckets,
+        0,
         facts.timeline.peak if facts.timeline.known else None,
         moments,
     )

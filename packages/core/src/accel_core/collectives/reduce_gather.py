@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 Reduction = Literal["sum", "mean", "max", "none"]
 
-# While a rank receives at most this many bytes, `reduce` sends everything to everyone and sums locally: one collective.
-# Above, it compares headers and then calls all_reduce, which moves less.
+# Up to so many received bytes, `reduce` sends all to all: one collective. Above: headers, then all_reduce, which moves less.
 SMALL_REDUCE = 1 << 20
+_REDUCED = (torch.uint8, torch.int8, torch.int32, torch.int64, torch.uint64)  # integers; the last as the backend can
 # How a leaf is sent: dtype and trailing dimensions (None: not at all), rows, and what must agree (`*`: may differ).
 Measured = tuple[Spec | None, int, list[int | str]]
 
@@ -200,12 +200,12 @@ def _all_reduce_max(flat: torch.Tensor, channel: Channel) -> None:
 
 
 def _wire_dtype(leaf: torch.Tensor, reduction: Reduction) -> torch.dtype:
-    """The dtype in which a large tensor is reduced: its own, unless that cannot hold the result."""
-    if leaf.is_floating_point() or leaf.is_complex():
-        return leaf.dtype
-    if reduction == "max":
-        return torch.uint8 if leaf.dtype == torch.bool else leaf.dtype
-    return torch.int64 if reduction == "mean" or leaf.dtype == torch.bool else leaf.dtype
+    """The dtype in which a large tensor is reduced: one that all backends take, and that holds the result."""
+    if leaf.is_complex() or leaf.is_floating_point():
+        return leaf.dtype if leaf.itemsize > 1 else torch.float32
+    if reduction == "max" and leaf.dtype == torch.bool:
+        return torch.uint8
+    return leaf.dtype if reduction != "mean" and leaf.dtype in _REDUCED else torch.int64
 
 
 def _combined(stacked: torch.Tensor, leaf: torch.Tensor, reduction: Reduction, scale: float) -> torch.Tensor:

@@ -287,8 +287,10 @@ def _reduced_bare(optimizer: Optimizer, protocol: Any) -> Any:
 
 
 def place_state(optimizer: Optimizer) -> None:
-    """Moves an optimizer's state to the devices of its parameters; 0-d tensors stay."""
-    for parameter, state in optimizer.state.items():
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor) and value.dim() and value.device != parameter.device:
-                state[name] = value.to(parameter.device)
+    """Moves an optimizer's state to the devices of its parameters; 0-d tensors where kernels read them there."""
+    for group in optimizer.param_groups:
+        steps_too = group.get("fused") or group.get("capturable")
+        for parameter in group["params"]:
+            for name, value in (state := optimizer.state.get(parameter, {})).items():
+                if isinstance(value, torch.Tensor) and (value.dim() or steps_too) and value.device != parameter.device:
+                    state[name] = value.to(parameter.device)

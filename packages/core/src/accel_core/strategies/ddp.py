@@ -40,9 +40,9 @@ class DistributedDataParallelKwargs(KwargsHandler):
     """Options of `DDP`: `Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(...)])`."""
 
     broadcast_buffers: bool = True
-    bucket_cap_mb: float = 25
+    bucket_cap_mb: float | None = None
     find_unused_parameters: bool = False
-    gradient_as_bucket_view: bool = False
+    gradient_as_bucket_view: bool = True
     static_graph: bool = False
     comm_hook: CommHook = "no"
     comm_wrapper: CommWrapper = "no"
@@ -54,9 +54,9 @@ class DDP(Strategy):
 
     Args:
         broadcast_buffers: whether buffers are taken from rank 0 at each synchronising forward.
-        bucket_cap_mb: size of a bucket of gradients that travels at once, in MiB.
+        bucket_cap_mb: size of a bucket of gradients that travels at once, in MiB; None: as torch.
         find_unused_parameters: whether parameters may take no part in a backward; a slower one.
-        gradient_as_bucket_view: whether `.grad` shares memory with the buckets.
+        gradient_as_bucket_view: whether `.grad` shares memory with the buckets, as it does here by default.
         static_graph: whether the same parameters are used in the same way in every iteration.
         comm_hook: how gradients travel: as they are, as fp16 or bf16, or compressed by PowerSGD.
         comm_wrapper: a dtype in which PowerSGD's factors travel.
@@ -71,9 +71,9 @@ class DDP(Strategy):
     def __init__(
         self,
         broadcast_buffers: bool = True,
-        bucket_cap_mb: float = 25,
+        bucket_cap_mb: float | None = None,
         find_unused_parameters: bool = False,
-        gradient_as_bucket_view: bool = False,
+        gradient_as_bucket_view: bool = True,
         static_graph: bool = False,
         comm_hook: CommHook = "no",
         comm_wrapper: CommWrapper = "no",
