@@ -16,12 +16,13 @@ from accel_core.loop.optimizer_gate import SKIPPED, OptimizerGate, gate_of, plac
 from accel_core.loop.scheduler_gate import SchedulerRule, gate_scheduler, rule_on
 
 
-class _GatedOptimizers(type):
+class _Gated(type):
     def __instancecheck__(cls, instance: object) -> bool:
-        return gate_of(instance) is not None if cls is AcceleratedOptimizer else super().__instancecheck__(instance)
+        found = vars(cls).get("_gate_on")  # of a subclass: its own instances
+        return super().__instancecheck__(instance) if found is None else found(instance) is not None
 
 
-class AcceleratedOptimizer(Optimizer, metaclass=_GatedOptimizers):
+class AcceleratedOptimizer(Optimizer, metaclass=_Gated):
     """The type of a prepared optimizer: `isinstance(optimizer, AcceleratedOptimizer)`.
 
     True from `Accelerator.prepare` until `free_memory`; copies are not prepared. It has an
@@ -31,6 +32,8 @@ class AcceleratedOptimizer(Optimizer, metaclass=_GatedOptimizers):
     and returns it. `device_placement`: whether its state is moved to the device of its parameters;
     `scaler`: a loss scaler, which `step()` steps and updates. `ValueError` if it is prepared.
     """
+
+    _gate_on = staticmethod(gate_of)
 
     def __new__(  # type: ignore[misc]  # an instance all the same, by the metaclass
         cls, optimizer: Optimizer, device_placement: bool = True, scaler: torch.amp.GradScaler | None = None
@@ -51,12 +54,7 @@ class AcceleratedOptimizer(Optimizer, metaclass=_GatedOptimizers):
         return optimizer
 
 
-class _GatedSchedulers(type):
-    def __instancecheck__(cls, instance: object) -> bool:
-        return rule_on(instance) is not None if cls is AcceleratedScheduler else super().__instancecheck__(instance)
-
-
-class AcceleratedScheduler(LRScheduler, metaclass=_GatedSchedulers):
+class AcceleratedScheduler(LRScheduler, metaclass=_Gated):
     """The type of a prepared LR scheduler: `isinstance(scheduler, AcceleratedScheduler)`.
 
     True from `Accelerator.prepare` until `free_memory`; copies are not prepared. It has everything
@@ -67,6 +65,8 @@ class AcceleratedScheduler(LRScheduler, metaclass=_GatedSchedulers):
     `step_with_optimizer=False`. `split_batches` changes nothing. Raises `ValueError` if an
     Accelerator has prepared it.
     """
+
+    _gate_on = staticmethod(rule_on)
 
     def __new__(
         cls,
