@@ -27,7 +27,7 @@ from typing import Any, Literal
 
 import torch
 
-from accel_core.api.component import Tree, flatten, map_tensors, rebuilt
+from accel_core.api.component import Tree, children_of, flatten, map_tensors, rebuilt
 
 Reading = Literal["array", "columns", "objects", "constant", "opaque"]
 """How a node of a batch relates to n rows. `constant`: it belongs to everyone; `opaque`: it cannot be cut."""
@@ -118,7 +118,7 @@ def _guess(node: Any) -> int | None:
     if isinstance(node, Mapping):
         guesses = {_guess(child) for child in node.values()} - {None}
         return guesses.pop() if len(guesses) == 1 else None
-    return len(node) if _is_sequence(node) else None
+    return None if children_of(node) is None else len(node)
 
 
 def _reading(node: Any, rows: int) -> Reading:
@@ -130,8 +130,9 @@ def _reading(node: Any, rows: int) -> Reading:
         return "constant" if not node.ndim else "array" if len(node) == rows else "opaque"
     if isinstance(node, Mapping):
         return _of_columns([_reading(child, rows) for child in node.values()])
-    if _is_sequence(node):
-        readings = [_reading(child, rows) for child in node]
+    children = children_of(node)
+    if children is not None:
+        readings = [_reading(child, rows) for child in children]
         if len(node) != rows or hasattr(node, "_fields"):
             return _of_columns(readings)
         likely = "array" in readings or all(_is_whole(child, rows) for child in node)
@@ -154,7 +155,7 @@ def _is_whole(node: Any, rows: int) -> bool:
     reading = _reading(node, rows)
     if reading != "columns":
         return _has_rows(reading)
-    return all(_is_whole(child, rows) for child in _children(node))
+    return all(_is_whole(child, rows) for child in children_of(node) or ())
 
 
 def _are_samples(node: Sequence[Any]) -> bool:
@@ -170,15 +171,6 @@ def _is_sliceable(array: Any) -> bool:
     return not isinstance(array, torch.Tensor) or (array.layout is torch.strided and not array.is_nested)
 
 
-def _is_sequence(node: Any) -> bool:
-    """Whether a node is a list, or a tuple without a method `to`: as in accel_core.base.nested."""
-    return isinstance(node, list) or (isinstance(node, tuple) and not hasattr(node, "to"))
-
-
-def _children(node: Any) -> list[Any]:
-    return list(node.values() if isinstance(node, Mapping) else node)
-
-
 def _sliced(node: Any, part: slice, rows: int) -> Any:
     reading = _reading(node, rows)
     if reading == "array":
@@ -186,7 +178,7 @@ def _sliced(node: Any, part: slice, rows: int) -> Any:
     if reading == "objects":
         return rebuilt(node, list(node)[part])
     if reading == "columns":
-        return rebuilt(node, [_sliced(child, part, rows) for child in _children(node)])
+        return rebuilt(node, [_sliced(child, part, rows) for child in children_of(node) or ()])
     return node
 
 
@@ -241,7 +233,7 @@ def _same(one: Any, other: Any) -> bool:
         return _is_array(one) and _is_array(other) and one.dtype == other.dtype and bool((one == other).all())
     if isinstance(one, Mapping):
         return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
-    if _is_sequence(one):
+    if children_of(one) is not None:
         return len(one) == len(other) and all(map(_same, one, other))
     return one is other or bool(one == other)
 

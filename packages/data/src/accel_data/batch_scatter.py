@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from accel_core.api.component import FRAME_STEP, collective
+from accel_core.api.component import Channel, capacity_for, collective
 from accel_data.batch_codec import WORD, Body, Decoder, Encoder, Frame, Item, aligned, nbytes
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Mailbox:
         channel = world.channel(group)
         self.rank, self.size = channel.rank, channel.size
         self._group = channel.group
-        self._device = torch.device("cpu") if self.size == 1 or _has_cpu(channel.group) else channel.device
+        self._device = message_device(channel)
         self._needs: deque[int] = deque(maxlen=MEMORY)
         self._frames: list[Frame] = []
         self._encoders = [Encoder() for _ in range(self.size - 1)]
@@ -144,7 +144,7 @@ class Mailbox:
         starts = [aligned(length * WORD) for length in lengths]
         sizes = [start + sum(map(nbytes, bodies)) for start, (_, bodies) in zip(starts, messages, strict=True)]
         need = max(sizes)
-        frames = self._framed(max(_rounded(need), self._capacity()), len(messages))
+        frames = self._framed(max(capacity_for(need), self._capacity()), len(messages))
         for frame, length, start, (words, bodies) in zip(frames, lengths, starts, messages, strict=True):
             frame.write_words([need, kind, length, *words])
             frame.write(start, bodies)
@@ -164,7 +164,7 @@ class Mailbox:
         frame = self._taken(self._capacity())
         (need,) = frame.words(0, _ANNOUNCED)
         if need > frame.capacity:
-            frame = self._taken(_rounded(need))
+            frame = self._taken(capacity_for(need))
         self._needs.append(need)
         return frame
 
@@ -191,18 +191,13 @@ class Mailbox:
         return self._frames
 
     def _capacity(self) -> int:
-        return _rounded(max(self._needs, default=0))
+        return capacity_for(max(self._needs, default=1))
 
 
-def _has_cpu(group: ProcessGroup | None) -> bool:
-    """Whether a group can carry what lies on the CPU."""
-    return any(entry.split(":")[0] == "cpu" for entry in dist.get_backend_config(group).split(","))
-
-
-def _rounded(need: int) -> int:
-    """The capacity for a need: at most an eighth more, so that similar needs share one."""
-    shift = max(FRAME_STEP.bit_length() - 1, need.bit_length() - 4)
-    return max(-(-need >> shift) << shift, FRAME_STEP)
+def message_device(channel: Channel) -> torch.device:
+    """The CPU where the group carries what lies there, else the accelerator."""
+    on_cpu = channel.size == 1 or "cpu:" in dist.get_backend_config(channel.group)
+    return torch.device("cpu") if on_cpu else channel.device
 
 
 def _quoted(frame: Frame, words: Sequence[int], start: int) -> RuntimeError:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from accel_core.api.component import broadcast_object, collective, flatten, gather_objects
 from accel_core.api.loader import looked_ahead
+from accel_data.batch_scatter import message_device
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -163,8 +164,7 @@ class _Agreement:
 
     def __init__(self, channel: Channel) -> None:
         self._group = channel.group
-        on_cpu = "cpu:" in dist.get_backend_config(channel.group)
-        device = torch.device("cpu") if on_cpu else channel.device
+        device = message_device(channel)
         with torch.inference_mode(False):  # else a buffer born in inference mode could not be written outside of it
             self._sent = torch.zeros(1, dtype=torch.int64, device=device)
             self._received = torch.zeros(channel.size, dtype=torch.int64, device=device)
