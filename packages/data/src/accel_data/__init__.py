@@ -19,18 +19,9 @@ if TYPE_CHECKING:
     from accel_data.skipping import skip_first_batches
 
 __all__ = [
-    "BatchSamplerShard",
-    "DataLoaderConfiguration",
-    "DataLoaderDispatcher",
-    "DataLoaderShard",
-    "IterableDatasetShard",
-    "LoaderDescription",
-    "SeedableRandomSampler",
-    "Sharded",
-    "prepare_data_loader",
-    "skip_first_batches",
-    "slice_tensors",
-]
+    "BatchSamplerShard", "DataLoaderConfiguration", "DataLoaderDispatcher", "DataLoaderShard", "IterableDatasetShard",
+    "LoaderDescription", "SeedableRandomSampler", "Sharded", "prepare_data_loader", "skip_first_batches", "slice_tensors",
+]  # fmt: skip
 
 # The component `sharded` is imported with every Accelerator, and all that loaders need takes some 14 ms more: names are looked up
 # when they are used.

@@ -47,15 +47,10 @@ def slice_tensors(
     process_index: int | None = None,  # noqa: ARG001
     num_processes: int | None = None,  # noqa: ARG001
 ) -> Tree:
-    """Cuts every tensor of nested lists, tuples, dicts and other mappings along dim 0.
+    """Cuts every tensor of nested lists, tuples, dicts and other mappings along dim 0, as views.
 
-    Args:
-        data: the batch. Other leaves, and tensors without dimensions, are passed on as they are.
-        tensor_slice: the rows to keep.
-        process_index, num_processes: not needed here; a `slice_fn_for_dispatch` gets them too.
-
-    Returns:
-        The same structure; the tensors are views.
+    Other leaves, and tensors without dimensions, are passed on. The last two arguments are not
+    needed here; a `slice_fn_for_dispatch` gets them too.
     """
     return map_tensors(lambda tensor: tensor[tensor_slice] if tensor.ndim else tensor, data)
 
@@ -63,9 +58,7 @@ def slice_tensors(
 def count_rows(batch: Tree, expected: int | None = None) -> int | None:
     """The number of rows of a batch; None if it cannot be cut into rows.
 
-    Args:
-        batch: any value.
-        expected: how many samples were asked for, which settles what the batch alone leaves open.
+    `expected`: how many samples were asked for, which settles what the batch alone leaves open.
     """
     if isinstance(batch, Samples):
         return len(batch)
@@ -84,25 +77,17 @@ def holds_samples(batch: Tree, rows: int) -> bool | None:
 
 
 def slice_rows(batch: Tree, start: int, stop: int, rows: int) -> Tree:
-    """Rows `start` to `stop` of a batch; what has no rows stays whole. Tensors are views.
-
-    Raises:
-        Unsplittable: if the batch does not have that many rows.
-    """
+    """Rows `start` to `stop` of a batch; what has no rows stays whole. Tensors are views."""
     if not _has_rows(_reading(batch, rows)):
         raise _no_rows(batch, rows)
     return _sliced(batch, slice(start, stop), rows)
 
 
 def concatenate(batches: Sequence[Tree], rows: Sequence[int]) -> Tree:
-    """One batch that has the rows of all, in order.
+    """One batch that has the rows of all, of the same structure, in order.
 
-    Args:
-        batches: at least one, of the same structure. What has no rows must be equal in all of them.
-        rows: how many rows each of them has.
-
-    Raises:
-        Unsplittable: if a batch does not have that many rows, or the batches do not fit together.
+    Raises `Unsplittable` if a batch does not have that many rows, or they do not fit together: what
+    has no rows must be equal in all of them.
     """
     for batch, count in zip(batches, rows, strict=True):
         if not _has_rows(_reading(batch, count)):

@@ -4,14 +4,10 @@ A message is one scatter of flat buffers of equal size. It begins with words of 
 
     bytes needed | what it is | how many words | serial | sequence number | …
 
-of which the first is the largest need of all receivers. **Capacity**: the size of a scatter has to
-be known beforehand, and depends only on what every rank has seen, the needs of earlier messages: it
-is the largest of the last `MEMORY`, rounded up. A message that does not fit announces its need in
-one scatter and follows in a second one. So a loader takes one collective per message as long as its
-batches do not grow, and one unusually large message costs at most `MEMORY` oversized ones.
-
-**Device**: bytes travel from CPU to CPU where the group has a backend for that, else over the
-accelerator.
+of which the first is the largest need of all receivers. The size of a scatter depends only on what
+every rank has seen: it is the largest of the last `MEMORY` needs, rounded up. A message that does
+not fit announces its need in one scatter and follows in a second one; so one that is unusually
+large costs at most `MEMORY` oversized ones.
 """
 
 from __future__ import annotations
@@ -46,15 +42,11 @@ Message = tuple[list[int], Sequence[Body]]
 
 
 class Mailbox:
-    """Carries batches from rank 0 of a group to each other rank, to each its own.
+    """Carries batches from rank 0 of a group (None: of all) to each other rank, to each its own.
 
     Rank 0 calls `post` or `post_error` as often as each of the others calls `receive`; each call is
     a collective. In a group of one, posting does nothing. An error on either side leaves the
     mailbox in order for the next message.
-
-    Args:
-        world: the processes.
-        group: those that take part; None: all.
     """
 
     def __init__(self, world: World, group: ProcessGroup | None = None) -> None:
@@ -68,18 +60,11 @@ class Mailbox:
         self._decoder = Decoder()
 
     def post(self, serial: int, sequence: int, words: Sequence[int], parts: Sequence[Sequence[Item]]) -> None:
-        """Sends each rank its batches. A collective; for rank 0 of the group.
+        """Sends each rank its batches with a few integers, and all `words`. Collective; for rank 0.
 
-        Args:
-            serial: of the iteration.
-            sequence: of the message in it.
-            words: integers for everyone.
-            parts: for each rank of the group its batches, each with a few integers. The first, rank
-                0's own, is not sent.
-
-        Raises:
-            TypeError: if a batch cannot be pickled. The others then raise a RuntimeError that
-                quotes it.
+        `serial` is that of the iteration, `sequence` that of the message in it. The first part,
+        rank 0's own, is not sent. Raises TypeError if a batch cannot be pickled; the others then
+        raise a RuntimeError that quotes it.
         """
         assert self.rank == 0, "rank 0 of the group posts, the others receive"
         assert len(parts) == self.size, "one part per rank of the group"
@@ -113,13 +98,8 @@ class Mailbox:
     def receive(self, serial: int, sequence: int) -> tuple[list[int], list[tuple[Any, list[int]]]]:
         """Receives the integers for all ranks, and this rank's batches, from rank 0. A collective.
 
-        Args:
-            serial: of the iteration that this rank is in.
-            sequence: of the message that it expects.
-
-        Raises:
-            RuntimeError: if rank 0 posted an error, or is in another iteration or at another
-                message of it; if an object of a batch cannot be unpickled.
+        Raises RuntimeError if rank 0 posted an error, or is at another message than this one, and
+        if an object of a batch cannot be unpickled.
         """
         assert self.rank > 0, "rank 0 of the group posts, the others receive"
         with torch.inference_mode(False):

@@ -44,16 +44,7 @@ class Part(NamedTuple):
 
 
 class Sharing:
-    """The rules for one loader.
-
-    Args:
-        loader: as one rank reads it.
-        request: what was asked for.
-
-    Raises:
-        ValueError: if batches are to be cut into pieces, and their size is not a multiple of the
-            ranks.
-    """
+    """The rules for one loader; ValueError if its batches cannot be cut into equal pieces."""
 
     def __init__(self, loader: DataLoaderShard, request: Request) -> None:
         self.count = request.shard.count

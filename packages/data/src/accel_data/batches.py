@@ -29,21 +29,13 @@ class BatchSamplerShard(Sampler[Indices]):
 
     Without `split_batches`, `num_processes` consecutive batches make a global step, and each
     process gets one of them; with it, a batch is a global step, and each process gets an equal
-    piece. With `drop_last=True` (an attribute of the batch sampler), an incomplete last step is
-    left out on all processes.
-
-    Batches are never lost. If their sizes vary, whether or not the batch sampler has a
-    `batch_size`, they are handed out as they come, and whole first batches fill the last step. A
-    single process gets what the batch sampler yields.
+    piece. An incomplete last step is left out with the batch sampler's `drop_last`; else filled
+    from the start of the epoch with `even_batches`; else short, or missing on some processes.
+    Batches of varying sizes are handed out as they come, and whole first batches fill the last
+    step.
 
     Args:
         batch_sampler: any iterable of lists of indices. Every process must see the same ones.
-        num_processes: how many processes share them.
-        process_index: which of them this is.
-        split_batches: whether a batch is cut in pieces, or given to one process whole.
-        even_batches: whether an incomplete last step is filled from the start of the epoch, so that
-            all processes get as many batches, all of one size. Otherwise the last batch may be
-            short, and a process may get one batch less.
 
     Raises:
         ValueError: for a process that does not exist; with `split_batches`, for a batch sampler
@@ -84,13 +76,10 @@ class BatchSamplerShard(Sampler[Indices]):
         tell_epoch(epoch, self.batch_sampler, getattr(self.batch_sampler, "sampler", None))
 
     def __len__(self) -> int:
-        """The number of batches of this process.
+        """The number of batches of this process; TypeError if the batch sampler has no length.
 
         It is an upper bound with `split_batches=True, even_batches=False` and a batch sampler of
         the user's own, for what its last batch holds is not known beforehand.
-
-        Raises:
-            TypeError: if the batch sampler has no length.
         """
         parts = self.parts()
         if parts is not None:
@@ -126,14 +115,9 @@ class BatchSamplerShard(Sampler[Indices]):
     def rows(self, start: int = 0, drawn: Drawn | None = None) -> Iterator[Part]:
         """The index batches of this process, each with its rows and the real ones among them.
 
-        Args:
-            start: how many samples of the epoch are left out: they are asked of the sampler, and
-                not read. Of batches that are cut from a sampler any number; of a batch sampler of
-                another kind, whole batches.
-            drawn: makes of the iterator that asks the batch sampler another one.
-
-        Raises:
-            ValueError: when iterated, if `start` lies inside a batch, or behind the end.
+        `start` samples of the epoch are left out: of a batch sampler that is not torch's, whole
+        batches. `drawn` wraps the iterator that asks the batch sampler. Raises ValueError when
+        iterated if `start` lies inside a batch, or behind the end.
         """
         head, batches = self._begin(start)
         if drawn is not None:

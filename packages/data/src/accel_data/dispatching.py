@@ -89,16 +89,10 @@ class Line:
 
 
 class DispatchSource:
-    """The parts of one rank, read by the first.
+    """The parts of one rank, read by the first; `local` is the loader as that reads it, whole.
 
-    Args:
-        local: the loader as the first rank reads it, whole.
-        request: what was asked for.
-
-    Attributes:
-        skipped: batches of this rank that every iteration leaves out at its beginning.
-        restarts: whether they are counted from the beginning of the epoch also where a position
-            inside it was loaded.
+    `skipped` batches of this rank are left out by every iteration at its beginning; `restarts`:
+    also where a position inside the epoch was loaded.
     """
 
     def __init__(self, local: DataLoaderShard, request: Request) -> None:
@@ -273,12 +267,7 @@ class DispatchSource:
 
 
 class Ahead:
-    """Steps that were read but not posted yet: enough to know, for every step, how many follow.
-
-    Args:
-        steps: an iteration.
-        lookahead: how many are read ahead.
-    """
+    """Steps read but not posted: enough to know how many follow, for `lookahead` of them."""
 
     def __init__(self, steps: Iterator[Shared], lookahead: int) -> None:
         self._steps = steps
@@ -290,8 +279,7 @@ class Ahead:
     def block(self, limit: int) -> list[tuple[Shared, list[int]]]:
         """The next steps, each with how many follow on every rank; sets `ended` with the last.
 
-        Raises:
-            Exception: what reading raised, once everything is posted that was read before.
+        Raises what reading raised, once everything is posted that was read before.
         """
         self._fill(1)
         if self._waiting:

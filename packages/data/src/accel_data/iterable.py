@@ -23,12 +23,9 @@ T = TypeVar("T")
 
 
 class Piece(NamedTuple):
-    """The samples of a step that one process takes.
+    """The samples of a step that one process takes; the first `real` ones do not fill up.
 
-    Attributes:
-        samples: at least one.
-        real: how many of them, from the first on, do not fill up.
-        read: how many samples of the stream all processes have read with this step.
+    `read`: the samples of the stream that all processes have read with this step.
     """
 
     samples: list[Any]
@@ -38,20 +35,10 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Steps:
-    """The rule by which a stream is divided among processes.
+    """The rule that divides a stream: `part` samples of a step for process `index` of `count`.
 
-    Args:
-        part: samples of one process in a step.
-        index: which process.
-        count: how many processes.
-        drop_last: leaves out an incomplete last step.
-        fill: fills it. With one process there is nobody to be even with, and its last piece is
-            short.
-        skip: how many samples of the stream are left out at the beginning: they are read, and may
-            fill up.
-        turn: takes only each step whose number, counted behind what is left out, is `turn` modulo
-            `turns`.
-        turns: how many take turns.
+    With one process nothing is filled. Of the stream, `skip` samples are left out at the beginning:
+    read, and perhaps filled up with. Of the steps behind them, only each `turns`-th is taken.
     """
 
     part: int
@@ -72,14 +59,10 @@ class Steps:
         return (steps - 1) * self.part + (self.part if parts.fills else parts.real(steps - 1))
 
     def pieces(self, samples: Iterator[Any]) -> Iterator[Piece]:
-        """The pieces of this process, in order.
+        """The pieces of this process, in order. Raises ValueError if the stream ends before `skip`.
 
-        Args:
-            samples: the stream. It is only asked for the next sample, for `iter` would begin some
-                hand-written iterators anew.
-
-        Raises:
-            ValueError: if the stream ends before `skip` samples.
+        `samples` is only asked for the next one: `iter` would begin some hand-written iterators
+        anew.
         """
         stride, first = self.part * self.count, self.index * self.part
         fills = self.fill and self.count > 1 and not self.drop_last
@@ -116,18 +99,9 @@ class Steps:
 class IterableDatasetShard(IterableDataset[T], Generic[T]):
     """Wraps an iterable dataset to yield one process's samples. All have to see the same stream.
 
-    An incomplete last step is filled from the first samples of the stream, so that all processes
-    get equally many; if the dataset yields nothing, so does each part of it. A single process gets
-    what the dataset yields.
-
-    Args:
-        dataset: the stream; it is not changed.
-        batch_size: samples that one process takes in turn; with `split_batches`, that all of them
-            take together.
-        drop_last: leaves out an incomplete last step on all processes.
-        num_processes: how many processes share the stream.
-        process_index: which of them this is.
-        split_batches: whether `batch_size` is that of all processes together.
+    An incomplete last step is left out with `drop_last`, else filled from the first samples of the
+    stream, so that all processes get equally many. A single process gets what the dataset yields.
+    In a step each process takes `batch_size` samples; with `split_batches`, all of them together.
 
     Raises:
         ValueError: for a process that does not exist, a batch size below 1, or, with
@@ -161,11 +135,7 @@ class IterableDatasetShard(IterableDataset[T], Generic[T]):
         tell_epoch(epoch, self.dataset)
 
     def __len__(self) -> int:
-        """The number of samples that this process gets, including those that fill up.
-
-        Raises:
-            TypeError: if the dataset has no length.
-        """
+        """The number of this process's samples, filling up included; TypeError if not known."""
         dataset: Any = self.dataset
         try:
             total = len(dataset)

@@ -22,7 +22,7 @@ from accel_core.api.component import capture_random_state, restore_random_state,
 from accel_core.api.loader import Positions, length_of, looked_ahead
 from accel_data.generators import between_epochs, check_between, given_generators, restore_between, settle
 from accel_data.loader_state import EpochOpening, Epochs, Start, tell_epoch
-from accel_data.sample_count import Collated, Counting, taken
+from accel_data.sample_count import Counting, taken
 
 if TYPE_CHECKING:
     import torch
@@ -56,18 +56,10 @@ class Fetched(NamedTuple):
 class StreamSource:
     """Every batch that a loader gives, in order: what one process reads that shares with nobody.
 
-    Args:
-        loader: the user's loader over an iterable dataset. The dataset is told the epoch.
-        shard: the only one.
-        identity: of the loader.
-        dataset: what stands in the place of the loader's dataset, if something does.
-        synchronise: called once per iteration with the generators that the user handed in.
-
     Attributes:
         inherits_state: whether a loader class that keeps a position of its own is asked for it.
-        skipped: batches that every iteration leaves out at its beginning.
-        restarts: whether they are counted from the beginning of the epoch also where a position
-            inside it was loaded.
+        skipped: batches that every iteration leaves out at its beginning; `restarts`: also where a
+            position inside the epoch was loaded.
         synchronised: a generator that is made equal to that of rank 0, beside that of the dataset.
         delivered: what torch's latest iterator has delivered, where samples are counted; else None.
     """
@@ -92,24 +84,18 @@ class StreamSource:
         self.skipped = 0
         self.restarts = False
         self.synchronised: torch.Generator | None = None
-        self.delivered: deque[Collated] | None = None
+        self.delivered: deque[Any] | None = None
         self._synchronise = synchronise
         # Only the last batch may be short. Workers end one after the other, and other classes may yield what they like.
         self._is_regular = type(loader) is DataLoader and not loader.num_workers and bool(loader.batch_size)
         self._workers_persist = loader.persistent_workers
 
     def iterate(self, fetched: Callable[[], Iterable[Any]], outlet: Outlet, stateful: Stateful | None) -> Iterator[Any]:
-        """One iteration over what `fetched` gives.
+        """One iteration over what `fetched` gives: it begins a pass over the batches.
 
-        Args:
-            fetched: begins a pass over the batches.
-            outlet: where they go.
-            stateful: what keeps a position of its own, the dataset or the loader. None: batches are
-                counted.
-
-        Raises:
-            ValueError: if what is left out ends before a loaded position to which the dataset has
-                gone on by itself.
+        `stateful` keeps a position of its own, the dataset or the loader; None: batches are
+        counted. Raises ValueError if what is left out ends before a position to which the dataset
+        has gone on.
         """
         resumes, restarts = self.epochs.resumes, self._workers_persist and self.epochs.restarts
         before = capture_random_state(outlet.device) if resumes or restarts else {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torch.utils.data import DataLoader
 
@@ -14,58 +14,18 @@ from accel_data.loader_fingerprint import extras_of
 from accel_data.loader_state import Start
 
 if TYPE_CHECKING:
-    from accel_core import Shard
-    from accel_data.loader_fingerprint import Identity
-    from accel_data.loader_state import Epochs
-
-
-class PositionedSource(Protocol):
-    """The source of a loader with a position."""
-
-    shard: Shard
-    identity: Identity
-    epochs: Epochs
-    skipped: int
-    restarts: bool
-
-    def position(self) -> Start:
-        """The current position of the loader."""
-
-    def check(self, start: Start) -> None:
-        """Raises `ValueError` for a position that `restore` does not take."""
-
-    def restore(self, start: Start) -> None:
-        """The next iteration begins there."""
-
-    def tell_epoch(self, epoch: int) -> None:
-        """Passes the epoch on to the dataset and the samplers."""
-
-    def global_batch(self) -> int | None:
-        """Rows of a batch over all ranks; None if they vary, or are not made by the loader."""
-
-    def most_steps(self) -> int | None:
-        """Batches of an epoch on the rank that has most of them; None if that is not known."""
-
-    def reading(self) -> str:
-        """The way in which the ranks get their parts, in words."""
-
-    def ending(self) -> str:
-        """The handling of an incomplete last global batch, in words."""
-
-    def __len__(self) -> int: ...
+    from accel_data.dispatching import DispatchSource
+    from accel_data.iterable_source import StreamSource
+    from accel_data.map_source import EpochSource
 
 
 class PositionedLoader(PreparedLoader):
     """A prepared loader that can say where it is, and go on from there."""
 
-    _accel_source: PositionedSource
+    _accel_source: EpochSource | StreamSource | DispatchSource
 
     def __len__(self) -> int:
-        """The number of batches that an epoch has on this rank.
-
-        Raises:
-            TypeError: if that is not known beforehand.
-        """
+        """The number of batches of an epoch on this rank; TypeError if that is not known."""
         original: Any = type(self).__bases__[-1]
         if original.__len__ is not DataLoader.__len__:  # a class that iterates in its own way counts in its own way
             length: int = original.__len__(self)
@@ -103,11 +63,8 @@ class PositionedLoader(PreparedLoader):
 
         At the end of an epoch that was not left yet, the next iteration is the rest of it: empty.
         Not a collective: every rank loads the same state, which any rank of a world of any size has
-        saved.
-
-        Raises:
-            TypeError: if it is no state of a loader.
-            ValueError: if it is one of another dataset, loader or run.
+        saved. Raises TypeError for no state of a loader, ValueError for one of another dataset,
+        loader or run.
         """
         source = self._accel_source
         start = self.check_state_dict(state)
@@ -137,10 +94,7 @@ class PositionedLoader(PreparedLoader):
     def behind(self, batches: int) -> PositionedLoader:
         """A copy whose iterations leave out so many more of this rank's batches, from the start.
 
-        See `skip_first_batches`. Without any, it goes on where a position was loaded.
-
-        Raises:
-            ValueError: if the number is negative, or no whole number.
+        See `skip_first_batches`. Raises ValueError if the number is negative, or no whole number.
         """
         source = source_after(self._accel_source, batches)
         source.restarts = source.restarts or batches > 0
@@ -159,11 +113,7 @@ class PositionedLoader(PreparedLoader):
 
     @property
     def total_dataset_length(self) -> int:
-        """Samples in the dataset, over all ranks.
-
-        Raises:
-            TypeError: if the dataset has no length.
-        """
+        """Samples in the dataset, over all ranks; TypeError if it has no length."""
         length = self._accel_source.identity.length
         if length is None:
             raise TypeError(

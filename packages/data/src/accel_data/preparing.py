@@ -43,25 +43,19 @@ def prepare_data_loader(
 ) -> DataLoader[Any]:
     """A copy of a loader that reads the part of one process. Needs no Accelerator.
 
-    A collective in a world larger than one, which agrees on the seed of the run.
+    A collective in a world larger than one, which agrees on the seed of the run. Raises ValueError
+    if the data cannot be shared out like that.
 
     Args:
-        dataloader: the loader, or an iterable of batches that has `state_dict` and
-            `load_state_dict`.
+        dataloader: or an iterable of batches that has `state_dict` and `load_state_dict`.
         device: where batches are put, if `put_on_device`; None: the device of this process.
-        num_processes: among how many processes the data is shared out; None: all of the world.
+        num_processes: that share the data; None: all of the world.
         process_index: which of them this is; None: the rank.
-        split_batches, dispatch_batches, even_batches, use_seedable_sampler, data_seed,
-        non_blocking,
-            use_stateful_dataloader, presharded, uneven: see `DataLoaderConfiguration`.
-        put_on_device: whether batches are put on the device.
         rng_types: which random streams are made equal to those of rank 0 when an iteration begins:
             "torch", "cuda", "xla", "generator"; None: "generator".
         slice_fn_for_dispatch: cuts the part of one process out of a global batch that is
             dispatched; None: `slice_tensors`.
-
-    Raises:
-        ValueError: if the data cannot be shared out like that.
+        uneven: as the others, see `DataLoaderConfiguration`.
     """
     world = World.current()
     options = DataLoaderConfiguration(

@@ -29,16 +29,8 @@ if TYPE_CHECKING:
 class Request:
     """The request for one loader: its part of the data, its options, and its outlet.
 
-    Args:
-        shard: the part to read.
-        feed: where iterators report.
-        device: where batches are put, or None.
-        seed: of the run.
-        number: how many loaders were prepared before.
-        group: the ranks among which a global batch is shared out; None: the world.
-        slice_fn: the user's function that cuts a batch, or None.
-        options: how.
-        rng_types: which random streams are made equal when an iteration begins.
+    `feed` is where iterators report; `number`: how many loaders were prepared before; `group`: the
+    ranks that share a global batch, None: the world; `slice_fn`: the user's, which cuts a batch.
     """
 
     shard: Shard

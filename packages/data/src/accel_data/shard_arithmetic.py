@@ -25,17 +25,11 @@ BLOCK = 4096  # positions that are turned into indices at once: enough to hide t
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of one rank.
+    """The parts of rank `index` of `count` in an epoch of `total` samples, each of `part` samples.
 
-    Args:
-        total: the samples of the epoch.
-        part: the samples that a rank reads in a step.
-        index: which rank.
-        count: how many ranks.
-        drop_last: leaves out an incomplete last step.
-        even: fills an incomplete last step. With one rank there is nothing to make even, and its
-            last part is short.
-        start: how many samples of the epoch were read before; the first step begins behind them.
+    An incomplete last step is left out by `drop_last`, else filled if `even`; with one rank there
+    is nothing to make even, and its last part is short. The first step begins behind `start`
+    samples.
     """
 
     total: int
@@ -99,11 +93,7 @@ class Parts:
 
 
 def piece_of(batch_size: int, count: int) -> int:
-    """The samples of one process in a batch that is cut into equal pieces.
-
-    Raises:
-        ValueError: if the batch size is not a multiple of their number.
-    """
+    """The samples of one process in a batch cut into equal pieces; ValueError if it cannot be."""
     if batch_size % count:
         raise ValueError(
             f"split_batches=True cuts each batch into {count} equal pieces, but batch_size={batch_size} is not a multiple of "

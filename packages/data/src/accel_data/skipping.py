@@ -14,20 +14,12 @@ from accel_data.request import Request
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
     """A loader that leaves out the first batches of each iteration, unread where they have indices.
 
-    Of a prepared loader it is a copy that shares its epochs: an iteration of the one is followed by
-    the next epoch of either. So loop over it for the rest of an epoch, and over the loader itself
-    from then on. A prepared loader resumes more simply by `load_state_dict`, on any number of
-    ranks.
-
-    Batches are counted from the beginning of the epoch, also behind `load_state_dict`: as many as
-    were done lead where the loader goes on by itself, and the loaded position is used up. 0 leaves
-    out nothing, so the loaded position holds.
-
-    Args:
-        dataloader: a prepared loader, or any other: then the result reads all of it, in this
-            process, and a shuffled order is a function of seed and epoch. That is a collective in a
-            world larger than one, which agrees on the seed.
-        num_batches: how many batches of this rank.
+    Of a prepared loader it is a copy that shares its epochs: loop over it for the rest of an epoch,
+    and over the loader itself from then on. Batches of this rank are counted from the beginning of
+    the epoch, also behind `load_state_dict`: as many as were done lead where the loader goes on by
+    itself, and the loaded position is used up. 0 leaves out nothing, so the loaded position holds.
+    Of any other loader, the result reads all of it in this process, in an order that is a function
+    of seed and epoch; that is a collective in a world larger than one, which agrees on the seed.
 
     Raises:
         TypeError: if it is no `DataLoader`.

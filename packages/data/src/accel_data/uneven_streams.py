@@ -45,23 +45,15 @@ def even_ends(
 
     Advancing is a collective of the group, except for "join" and where the group has one rank.
     Ranks that leave the loop early do so at the same batch, and closing the iterator waits for what
-    has been sent.
+    has been sent. RuntimeError is raised if the dataset of another rank raised.
 
     Args:
-        batches: of this rank. It is asked for `ahead` + 1 batches beyond the one that is handed
-            out.
+        batches: of this rank, asked for `ahead` + 1 batches beyond the one that is handed out.
         policy: "pad": all go on until the last rank has ended; one that ended before repeats its
             first batches, which are not real, or one of another rank if it never had any. "stop":
-            all end with the first; what the others have left is not read. "join": each ends by
-            itself, and nothing is agreed.
-        world: the processes.
-        group: the ranks that take part; None: all.
-        ahead: from how many batches before the end on the number of those that follow is exact, for
-            all ranks together, but for each alone under "join"; before that it is `ahead`. At least
-            1.
-
-    Raises:
-        RuntimeError: if the dataset of another rank raised; that rank raises its own exception.
+            all end with the first. "join": each ends by itself, and nothing is agreed.
+        ahead: how many batches before the end the number of those that follow is exact, for all
+            ranks together, but for each alone under "join"; before, it is `ahead`. At least 1.
     """
     channel = world.channel(group) if world.size > 1 else None
     if policy == "join" or channel is None or channel.size == 1:
@@ -70,12 +62,7 @@ def even_ends(
 
 
 class _Ends(Generic[T]):
-    """One rank's batches, with some fetched ahead.
-
-    Args:
-        batches: where they come from.
-        ahead: how many are held beyond the next one.
-    """
+    """One rank's batches, with `ahead` fetched beyond the next one."""
 
     def __init__(self, batches: Iterable[T], ahead: int) -> None:
         self._batches = iter(batches)
@@ -155,12 +142,7 @@ class _Ends(Generic[T]):
 
 
 class _Agreement:
-    """One number of each rank to all, without waiting: `send`, later `receive`, in the same order.
-
-    Args:
-        channel: of the ranks. The numbers travel on the CPU where its group can, for a device would
-            have to finish its work first.
-    """
+    """One number of each rank to all, without waiting: `send`, later `receive`, in one order."""
 
     def __init__(self, channel: Channel) -> None:
         self._group = channel.group
