@@ -9,14 +9,13 @@ if TYPE_CHECKING:
     from accel_data.batch_rows import slice_tensors
     from accel_data.batches import BatchSamplerShard
     from accel_data.configuration import DataLoaderConfiguration
-    from accel_data.description import LoaderDescription
     from accel_data.dispatcher import DataLoaderDispatcher
     from accel_data.iterable import IterableDatasetShard
     from accel_data.loader import DataLoaderShard
-    from accel_data.preparing import prepare_data_loader
+    from accel_data.positioned_loader import LoaderDescription
+    from accel_data.preparing import prepare_data_loader, skip_first_batches
     from accel_data.seedable import SeedableRandomSampler
     from accel_data.sharded import Sharded
-    from accel_data.skipping import skip_first_batches
 
 __all__ = [
     "BatchSamplerShard", "DataLoaderConfiguration", "DataLoaderDispatcher", "DataLoaderShard", "IterableDatasetShard",
@@ -31,11 +30,11 @@ _MODULES = {
     "DataLoaderDispatcher": "dispatcher",
     "DataLoaderShard": "loader",
     "IterableDatasetShard": "iterable",
-    "LoaderDescription": "description",
+    "LoaderDescription": "positioned_loader",
     "SeedableRandomSampler": "seedable",
     "Sharded": "sharded",
     "prepare_data_loader": "preparing",
-    "skip_first_batches": "skipping",
+    "skip_first_batches": "preparing",
     "slice_tensors": "batch_rows",
 }
 

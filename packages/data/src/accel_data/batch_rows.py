@@ -136,7 +136,6 @@ def _has_rows(reading: Reading) -> bool:
 
 
 def _is_whole(node: Any, rows: int) -> bool:
-    """Whether all of a node's content has this many rows."""
     reading = _reading(node, rows)
     if reading != "columns":
         return _has_rows(reading)

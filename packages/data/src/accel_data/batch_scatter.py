@@ -140,7 +140,6 @@ class Mailbox:
         self._needs.append(need)
 
     def _arrived(self) -> Frame:
-        """The next message, whole."""
         frame = self._taken(self._capacity())
         (need,) = frame.words(0, _ANNOUNCED)
         if need > frame.capacity:

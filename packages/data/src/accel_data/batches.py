@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, Sampler
 from accel_core import Rows
 from accel_core.api.loader import length_of, looked_ahead
 from accel_data.loader_state import tell_epoch
-from accel_data.shard_arithmetic import Parts, check_process, piece_of
+from accel_data.shard_arithmetic import Parts, check_process, piece_of, recorded, without_length
 
 T = TypeVar("T")
 Indices = list[int]
@@ -86,10 +86,7 @@ class BatchSamplerShard(Sampler[Indices]):
             return len(parts)
         batches = length_of(self.batch_sampler)
         if batches is None:
-            raise TypeError(
-                f"The number of batches was asked for, but {type(self.batch_sampler).__name__} has no length. Give it a "
-                f"__len__ that returns the number of batches over all processes, or iterate without asking."
-            )
+            raise without_length("The number of batches", self.batch_sampler, "batches")
         if self.split_batches or self.num_processes == 1:
             return batches
         if self.drop_last:
@@ -132,12 +129,11 @@ class BatchSamplerShard(Sampler[Indices]):
         if start and type(sampler) is BatchSampler:
             first = Indices()
             head.append(first)
-            indices = _recorded(sampler.sampler, first, sampler.batch_size * self.num_processes)
+            indices = recorded(sampler.sampler, first, sampler.batch_size * self.num_processes)
             return head, _cut(_rest(indices, start, sampler.sampler), sampler.batch_size, sampler.drop_last)
-        return head, _behind(_recorded(map(_listed, sampler), head, self.num_processes), start, sampler)
+        return head, _behind(recorded(map(_listed, sampler), head, self.num_processes), start, sampler)
 
     def _all(self, batches: Iterator[Indices], start: int) -> Iterator[Part]:
-        """There is one process."""
         for batch in batches:
             start += len(batch)
             yield batch, Rows(len(batch), len(batch)), start
@@ -221,17 +217,7 @@ class Lone(Indices):
     """One index where there are no batches: the loader hands out what the dataset gives for it."""
 
 
-def _recorded(items: Iterable[T], first: list[T], limit: int) -> Iterator[T]:
-    """The items; the first of them are also kept."""
-    iterator = iter(items)
-    for item in islice(iterator, limit):
-        first.append(item)
-        yield item
-    yield from iterator
-
-
 def _rest(indices: Iterator[int], start: int, sampler: object) -> Iterator[int]:
-    """The indices behind the first `start`."""
     read = 0
     while read < start:
         taken = len(list(islice(indices, min(start - read, _AT_ONCE))))
@@ -256,7 +242,6 @@ def _cut(indices: Iterator[int], size: int, drop_last: bool) -> Iterator[Indices
 
 
 def _behind(batches: Iterator[Indices], start: int, sampler: object) -> Iterator[Indices]:
-    """The batches behind the first `start` samples."""
     read = 0
     while read < start:
         batch = next(batches, None)
@@ -279,6 +264,5 @@ def _grouped(items: Iterable[T], count: int) -> Iterator[list[T]]:
 
 
 def _with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
-    """Each item, and whether it is the last."""
     for item, following in looked_ahead(items, 1):
         yield item, not following

@@ -223,7 +223,6 @@ class DispatchSource:
             limit, sequence = min(2 * limit, BLOCK), sequence + 1
 
     def _received(self, mailbox: Mailbox, serial: int) -> Iterator[Arrived]:
-        """The batches that the first rank posts to this one."""
         sequence, more = 0, _MORE
         while more == _MORE:
             (more, name), items = mailbox.receive(serial, sequence)
@@ -238,7 +237,6 @@ class DispatchSource:
             sequence += 1
 
     def _shared(self, loaded: Start, feed: Feed) -> Iterator[Shared]:
-        """The steps of an iteration, shared out."""
         sharing = copy.copy(self.sharing)  # it keeps the first batches of one iteration
         even = sharing.even if feed.even_batches is None else feed.even_batches
         for step, is_last in sharing.steps(self._read(loaded)):
@@ -347,7 +345,6 @@ def _numbers(rows: Rows | None) -> list[int]:
 
 
 def _size(step: Shared) -> int:
-    """Bytes of the tensors of one part."""
     part = step.parts[0]
     leaves = [] if part is None else flatten(part.batch)[0]
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

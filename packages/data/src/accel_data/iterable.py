@@ -16,8 +16,9 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch.utils.data import IterableDataset
 
+from accel_core.api.loader import length_of
 from accel_data.loader_state import tell_epoch
-from accel_data.shard_arithmetic import Parts, check_process, piece_of
+from accel_data.shard_arithmetic import Parts, check_process, piece_of, recorded, without_length
 
 T = TypeVar("T")
 
@@ -67,7 +68,7 @@ class Steps:
         stride, first = self.part * self.count, self.index * self.part
         fills = self.fill and self.count > 1 and not self.drop_last
         head: list[Any] = []
-        stream = _recorded(asked(samples), head, stride if fills else 0)
+        stream = recorded(asked(samples), head, stride if fills else 0, _kept)
         read = _passed(stream, self.skip)
         if read < self.skip:
             raise ValueError(
@@ -136,14 +137,9 @@ class IterableDatasetShard(IterableDataset[T], Generic[T]):
 
     def __len__(self) -> int:
         """The number of this process's samples, filling up included; TypeError if not known."""
-        dataset: Any = self.dataset
-        try:
-            total = len(dataset)
-        except (TypeError, NotImplementedError) as error:
-            raise TypeError(
-                f"The number of samples was asked for, but {type(dataset).__name__} has no length. Give it a __len__ that "
-                f"returns the number of samples over all processes, or iterate without asking."
-            ) from error
+        total = length_of(self.dataset)
+        if total is None:
+            raise without_length("The number of samples", self.dataset)
         return self._steps().length(total)
 
     def __iter__(self) -> Iterator[T]:
@@ -171,19 +167,10 @@ def asked(iterator: Iterator[T]) -> Iterator[T]:
         yield sample
 
 
-def _recorded(samples: Iterator[Any], head: list[Any], limit: int) -> Iterator[Any]:
-    """The samples; the first of them are also kept."""
-    for sample in islice(samples, limit):
-        head.append(_kept(sample))
-        yield sample
-    yield from samples
-
-
 def _kept(sample: Any) -> Any:
     """A sample that is kept whole where collate functions pop from their samples."""
     return copy.copy(sample) if isinstance(sample, (dict, list)) else sample
 
 
 def _passed(samples: Iterator[Any], count: int) -> int:
-    """Passes over so many samples, and says how many there were."""
     return sum(1 for _ in islice(samples, count))

@@ -23,6 +23,7 @@ from accel_core.api.loader import Positions, length_of, looked_ahead
 from accel_data.generators import between_epochs, check_between, given_generators, restore_between, settle
 from accel_data.loader_state import EpochOpening, Epochs, Start, tell_epoch
 from accel_data.sample_count import Counting, taken
+from accel_data.shard_arithmetic import without_length
 
 if TYPE_CHECKING:
     import torch
@@ -36,11 +37,8 @@ if TYPE_CHECKING:
 class Stateful(Protocol):
     """An object with a state of its own."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """The current state of the object."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """It goes on from there."""
+    def state_dict(self) -> dict[str, Any]: ...  # noqa: D102
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...  # noqa: D102
 
 
 class Fetched(NamedTuple):
@@ -175,14 +173,10 @@ class StreamSource:
     def __len__(self) -> int:
         steps = self.most_steps()
         if steps is None:
-            raise TypeError(
-                f"The number of batches was asked for, but {type(self.dataset).__name__} is an IterableDataset without a "
-                f"length. Give it a __len__ that returns the number of samples, or iterate without asking."
-            )
+            raise without_length("The number of batches", self.dataset)
         return steps
 
     def _beginning(self, stateful: Stateful | None) -> Start:
-        """The start of an iteration that is opened now."""
         loaded = self.epochs.next()
         start = loaded.leaving_out(self.skipped, restarts=self.restarts)
         if stateful is None or start.samples == loaded.samples or "stream" not in loaded.extras:
@@ -203,7 +197,6 @@ class StreamSource:
         return start
 
     def _reported(self, opening: EpochOpening, batches: Iterator[Fetched], outlet: Outlet) -> Iterator[Any]:
-        """The batches, placed and reported."""
         progress = opening.progress
         with outlet.passage() as passage:
             opening.start()
@@ -220,13 +213,11 @@ class StreamSource:
             progress.finished = True
 
     def _ended(self, batches: Iterator[Fetched], feed: Feed) -> Iterator[tuple[Fetched, int]]:
-        """Each batch, with how many follow."""
         return looked_ahead(batches, feed.lookahead)
 
     def _arriving(
         self, start: Start, fetched: Callable[[], Iterable[Any]], stateful: Stateful | None
     ) -> Iterator[Fetched]:
-        """The batches behind `start`."""
         if start.extras.get("ended"):
             return self._read_through(fetched, start)
         saved = start.extras.get("stream")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -92,7 +93,7 @@ class DataLoaderShard(PositionedLoader, DataLoader[Any]):
         """The object with its own position: the user's loader, or a dataset read here."""
         source, inherited = self._accel_source, cast(Any, super(PreparedLoader, self))
         if isinstance(source, StreamSource) and source.inherits_state and _is_stateful(inherited):
-            return Inherited(inherited)
+            return SimpleNamespace(state_dict=inherited.state_dict, load_state_dict=inherited.load_state_dict)
         return cast(Stateful, self.dataset) if self.num_workers == 0 and _is_stateful(self.dataset) else None
 
 
@@ -133,14 +134,6 @@ def check_skipped(asked: str, number: object) -> None:
     """Raises unless this many batches can be left out."""
     if type(number) is not int or number < 0:
         raise ValueError(f"{asked}={number!r}): expected how many batches are left out, a whole number of at least 0.")
-
-
-class Inherited:
-    """The state of a loader as its own class keeps it."""
-
-    def __init__(self, inherited: Any) -> None:
-        self.state_dict = inherited.state_dict
-        self.load_state_dict = inherited.load_state_dict
 
 
 def _is_stateful(obj: Any) -> bool:

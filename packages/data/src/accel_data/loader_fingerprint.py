@@ -100,7 +100,6 @@ def extras_of(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _checked_form(state: object) -> dict[str, Any]:
-    """The state, if it is one of a loader at all."""
     if not isinstance(state, Mapping) or any(type(state.get(name)) is not int for name in _NUMBERS):
         raise TypeError(
             f"load_state_dict() was given a {type(state).__name__} that is no state of a loader: it needs whole numbers "

@@ -4,19 +4,53 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from torch.utils.data import DataLoader
 
 from accel_core.api.loader import IndexSource, PreparedLoader, source_after
-from accel_data.description import LoaderDescription
 from accel_data.loader_fingerprint import extras_of
 from accel_data.loader_state import Start
+from accel_data.shard_arithmetic import without_length
 
 if TYPE_CHECKING:
     from accel_data.dispatching import DispatchSource
     from accel_data.iterable_source import StreamSource
     from accel_data.map_source import EpochSource
+
+
+@dataclass(frozen=True)
+class LoaderDescription:
+    """The batch sizes of a loader, and its steps; None where a number varies or is not known.
+
+    `effective_batch`: rows of an optimizer step over all ranks, `accumulation` batches. `batches`
+    and `steps`: of an epoch, on the rank that has most. `reading`: how the ranks come to their
+    parts; `ending`: how an incomplete last global batch is handled.
+    """
+
+    per_rank_batch: int | None
+    global_batch: int | None
+    effective_batch: int | None
+    accumulation: int
+    ranks: int
+    samples: int | None
+    batches: int | None
+    steps: int | None
+    reading: str
+    ending: str
+
+    def __str__(self) -> str:
+        def shown(number: int | None, unknown: str) -> str:
+            return unknown if number is None else str(number)
+
+        return (
+            f"batch per rank {shown(self.per_rank_batch, 'varies')}, global batch {shown(self.global_batch, 'varies')} on "
+            f"{self.ranks} data-parallel rank(s), effective batch {shown(self.effective_batch, 'varies')} with "
+            f"accumulation {self.accumulation}; {shown(self.batches, 'unknown')} batches per rank and "
+            f"{shown(self.steps, 'unknown')} steps per epoch over {shown(self.samples, 'an unknown number of')} "
+            f"samples; {self.ending}; {self.reading}"
+        )
 
 
 class PositionedLoader(PreparedLoader):
@@ -116,10 +150,7 @@ class PositionedLoader(PreparedLoader):
         """Samples in the dataset, over all ranks; TypeError if it has no length."""
         length = self._accel_source.identity.length
         if length is None:
-            raise TypeError(
-                f"total_dataset_length was asked for, but {type(self.dataset).__name__} has no length. Give it a __len__ that "
-                f"returns the number of samples, or count them in the loop."
-            )
+            raise without_length("total_dataset_length", self.dataset)
         return length
 
     def describe(self) -> LoaderDescription:

@@ -46,17 +46,8 @@ class Request:
     @classmethod
     def alone(cls, device: torch.device | None, rng_types: Iterable[str] | None) -> Request:
         """All of the data, for nobody's Accelerator. A collective in a world larger than one."""
-        return cls(
-            shard=Shard(0, 1),
-            feed=Feed(),
-            device=device,
-            seed=agree_seed(World.current()),
-            number=0,
-            group=None,
-            slice_fn=None,
-            options=DataLoaderConfiguration(),
-            rng_types=named(rng_types),
-        )
+        seed, options = agree_seed(World.current()), DataLoaderConfiguration()
+        return cls(Shard(0, 1), Feed(), device, seed, 0, None, None, options, named(rng_types))
 
     def to_read(self) -> Request:
         """The request of the process that reads for all: all of the data, as one part."""

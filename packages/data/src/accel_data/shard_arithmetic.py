@@ -8,9 +8,10 @@ the last part of a rank may be short or missing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from itertools import islice
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -19,6 +20,8 @@ from accel_core import Rows
 if TYPE_CHECKING:
     from accel_core.api.loader import IndexRead
     from accel_data.order import Order
+
+T = TypeVar("T")
 
 BLOCK = 4096  # positions that are turned into indices at once: enough to hide the cost of the calls
 
@@ -62,10 +65,7 @@ class Parts:
         return replace(self, start=self.start + steps * self.part * self.count)
 
     def reads(self, order: Order) -> Iterator[IndexRead]:
-        """This rank's index batches, each with how many follow, its rows, and the samples of all.
-
-        `order.length` is `total`.
-        """
+        """This rank's index batches, each with how many follow, its rows, and the samples of all."""
         steps = len(self)
         if not steps:
             return
@@ -102,6 +102,14 @@ def piece_of(batch_size: int, count: int) -> int:
     return batch_size // count
 
 
+def without_length(asked: str, obj: object, counted: str = "samples") -> TypeError:
+    """The error of a number that was asked of something that has no length."""
+    return TypeError(
+        f"{asked} was asked for, but {type(obj).__name__} has no length. Give it a __len__ that returns the number of {counted} "
+        f"over all processes, or iterate without asking."
+    )
+
+
 def check_process(asked: str, num_processes: int, process_index: int) -> None:
     """Raises `ValueError`, in the name of `asked`, unless there is a process of that index."""
     if num_processes < 1 or not 0 <= process_index < num_processes:
@@ -109,3 +117,12 @@ def check_process(asked: str, num_processes: int, process_index: int) -> None:
             f"{asked}(num_processes={num_processes}, process_index={process_index}) names no process: process_index must be at "
             f"least 0 and below num_processes."
         )
+
+
+def recorded(items: Iterable[T], first: list[T], limit: int, kept: Callable[[T], T] = lambda item: item) -> Iterator[T]:
+    """The items; the first of them are also kept."""
+    iterator = iter(items)
+    for item in islice(iterator, limit):
+        first.append(kept(item))
+        yield item
+    yield from iterator

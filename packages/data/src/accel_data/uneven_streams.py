@@ -120,7 +120,6 @@ class _Ends(Generic[T]):
         return _renewed(batch), False
 
     def _borrow(self, held: list[int], world: World, group: ProcessGroup | None) -> None:
-        """Gives a batch to those that have none."""
         source = next(rank for rank, count in enumerate(held) if count)
         mine = self._held[0] if self._held else None
         borrowed = broadcast_object(mine, world, source, group)

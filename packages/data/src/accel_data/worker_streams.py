@@ -30,6 +30,7 @@ from accel_core import Rows
 from accel_core.api.loader import length_of
 from accel_data.iterable import Piece, Steps, asked
 from accel_data.loader_state import tell_epoch
+from accel_data.shard_arithmetic import without_length
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -141,10 +142,7 @@ class ShardedStream(StandIn):
         """The number of this rank's samples, filling up included; TypeError if not known."""
         total = length_of(self.dataset)
         if total is None:
-            raise TypeError(
-                f"The number of samples was asked for, but {type(self.dataset).__name__} is an IterableDataset without a "
-                f"length. Give it a __len__ that returns the number of samples, or iterate without asking."
-            )
+            raise without_length("The number of samples", self.dataset)
         return self._steps(self._plan.given).length(total)
 
     def __iter__(self) -> Iterator[Element]:
