@@ -39,11 +39,7 @@ STOPS = ("before anything", "after 1 batch", "after 2 batches", "after the last 
 
 @dataclass(frozen=True)
 class LoaderSubject(Subject):
-    """The loader component that is examined.
-
-    Args:
-        loader: a name, or what makes one without arguments; it is pickled by its name.
-    """
+    """The loader component: a name, or what makes one without arguments, pickled by its name."""
 
     loader: str | Callable[[], object] = ""
 
@@ -76,14 +72,7 @@ class Reading(NamedTuple):
 
 
 class Shuffled:
-    """A shuffled loader in a run of its own, read by all ranks together.
-
-    Args:
-        subject: the loader component.
-        strategy: None: the ranks divide the data.
-        seed: of the run.
-        options: of the user's loader.
-    """
+    """A shuffled loader in a run of its own; without a strategy, the ranks divide the data."""
 
     def __init__(
         self,
@@ -108,10 +97,7 @@ class Shuffled:
         return [counted(self.accelerator, batch) for batch in self.loader]
 
     def left_after(self, batches: int) -> tuple[list[int], dict[str, Any]]:
-        """Leaves an iteration after so many batches; returns what was counted, and the position.
-
-        With 0, none is begun.
-        """
+        """What was counted in an iteration left after so many batches, and the position."""
         found: list[int] = []
         if not batches:
             return found, self.loader.state_dict()
@@ -439,24 +425,7 @@ def broken(subject: LoaderSubject) -> tuple[list[list[int]], Raised | None]:
 LoaderJob = Callable[[LoaderSubject], Any]
 
 JOBS: Sequence[LoaderJob] = (
-    sequences,
-    singles,
-    sequences_in_teams,
-    orders,
-    orders_in_teams,
-    structures,
-    belongings,
-    surroundings,
-    windows,
-    growing,
-    workers,
-    resumptions,
-    resumption_with_workers,
-    carried_states,
-    foreign_state,
-    prepared_again,
-    copies,
-    released,
-    streams,
-    broken,
-)
+    sequences, singles, sequences_in_teams, orders, orders_in_teams, structures, belongings, surroundings, windows,
+    growing, workers, resumptions, resumption_with_workers, carried_states, foreign_state, prepared_again, copies,
+    released, streams, broken,
+)  # fmt: skip

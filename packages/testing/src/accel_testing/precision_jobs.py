@@ -72,14 +72,7 @@ PrecisionJob = Callable[[PrecisionSubject], Any]
 
 
 class Run:
-    """A prepared model with its optimizer and scheduler, and the steps of a training loop.
-
-    Args:
-        subject: the precision and the strategy.
-        mixed_precision: another precision than the subject's.
-        steps: micro-batches in a window of accumulation.
-        seed: of the weights.
-    """
+    """A prepared model with its optimizer and scheduler, and the steps of a training loop."""
 
     def __init__(
         self,
@@ -454,22 +447,9 @@ def _plain(output: torch.Tensor) -> torch.Tensor:
     return output.detach().to("cpu", copy=True)
 
 
+# observed: first, for a strategy may refuse.
 JOBS: tuple[PrecisionJob, ...] = (
-    observed,  # first, for a strategy may refuse
-    described,
-    observed_evaluating,
-    trained,
-    accumulated,
-    overflowed,
-    clipped,
-    unscaled,
-    resumed,
-    read_in_full,
-    named,
-    autocast,
-    evaluated,
-    explained,
-    side_by_side,
-    released,
-)
+    observed, described, observed_evaluating, trained, accumulated, overflowed, clipped, unscaled, resumed,
+    read_in_full, named, autocast, evaluated, explained, side_by_side, released,
+)  # fmt: skip
 """The jobs that share a launch: each begins with an Accelerator of its own."""

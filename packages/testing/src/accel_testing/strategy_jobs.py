@@ -32,14 +32,7 @@ if TYPE_CHECKING:
 
 
 class Loop:
-    """A prepared model with its optimizer, and the steps of a training loop.
-
-    Args:
-        subject: the strategy.
-        net: makes the model.
-        seed: of its weights.
-        options: of the Accelerator.
-    """
+    """A prepared model with its optimizer, and the steps of a training loop."""
 
     def __init__(self, subject: Subject, net: Callable[[], nn.Module] = Net, seed: int = 0, **options: Any) -> None:
         self.accelerator = subject.accelerator(**options)
@@ -515,30 +508,10 @@ def left_open(subject: Subject) -> None:
     _ALIVE.append(loop)
 
 
+# surroundings: before another job has changed what it looks at.
 JOBS: tuple[Job, ...] = (
-    surroundings,  # before another job has changed what it looks at
-    layout,
-    start,
-    two_backwards,
-    accumulated,
-    accumulated_in_sync,
-    accumulated_by_hand,
-    held_back,
-    triggered,
-    backward_twice,
-    token_window,
-    uneven_window,
-    trained,
-    orders,
-    clipped,
-    clipped_in_open_window,
-    adversaries,
-    evaluated,
-    names,
-    ties,
-    prepared_again,
-    buffers,
-    precisions,
-    released,
-)
+    surroundings, layout, start, two_backwards, accumulated, accumulated_in_sync, accumulated_by_hand, held_back,
+    triggered, backward_twice, token_window, uneven_window, trained, orders, clipped, clipped_in_open_window,
+    adversaries, evaluated, names, ties, prepared_again, buffers, precisions, released,
+)  # fmt: skip
 """The jobs that share a launch: each begins with an Accelerator of its own. `left_open` needs one for itself."""
