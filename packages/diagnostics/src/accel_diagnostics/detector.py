@@ -161,7 +161,6 @@ class NonFiniteDetector:
         return self._optimizer_step(optimizer, step)
 
     def _settle(self) -> None:
-        """The window has closed."""
         gradients = [] if self._scaled else list(self._gradients())
         flags = [*self._finite.values(), *_finite_flags([gradient for _, gradient in gradients])]
         device = self._world.device

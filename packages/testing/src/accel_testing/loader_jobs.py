@@ -14,6 +14,7 @@ import pickle
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from accel_core import World, set_seed
 from accel_core.api.component import gather_objects
 from accel_testing import loader_data as data
-from accel_testing.shared_launch import Raised, Subject
+from accel_testing.shared_launch import Raised, Subject, tried
 
 if TYPE_CHECKING:
     from accel_core import Accelerator, Strategy
@@ -354,11 +355,7 @@ def foreign_state(subject: LoaderSubject) -> list[Raised | None]:
     """The error for the state of another dataset's loader, or None, as the only element."""
     _, state = Shuffled(subject, samples=24 * subject.ranks).left_after(1)
     other = Shuffled(subject)
-    try:
-        other.loader.load_state_dict(state)
-    except Exception as error:  # noqa: BLE001  (whatever it is, is the fact)
-        return [Raised.by(error)]
-    return [None]
+    return [tried(partial(other.loader.load_state_dict, state))]
 
 
 def prepared_again(subject: LoaderSubject) -> tuple[bool, Raised | None]:
@@ -368,11 +365,8 @@ def prepared_again(subject: LoaderSubject) -> tuple[bool, Raised | None]:
     same = accelerator.prepare(loader) is loader
     other = subject.reading()
     other.prepare(DataLoader(data.Numbers(8), batch_size=4))  # the first one learns the seed of the run
-    try:
-        other.prepare(loader)
-    except Exception as error:  # noqa: BLE001  (whatever it is, is the fact)
-        return same, Raised.by(error)
-    return same, None
+    raised = tried(partial(other.prepare, loader))
+    return same, raised if isinstance(raised, Raised) else None
 
 
 def copies(subject: LoaderSubject) -> dict[str, tuple[Any, list[list[int]]]]:
@@ -384,12 +378,8 @@ def copies(subject: LoaderSubject) -> dict[str, tuple[Any, list[list[int]]]]:
     found: dict[str, tuple[Any, list[list[int]]]] = {}
     for way, make in made.items():
         loader = Shuffled(subject).loader
-        try:
-            twin = make(loader)
-        except Exception as error:  # noqa: BLE001  (whatever it is, is the fact)
-            found[way] = (Raised.by(error), local(loader))
-            continue
-        found[way] = (local(twin), local(loader))
+        twin = tried(partial(make, loader))
+        found[way] = (twin if isinstance(twin, Raised) else local(twin), local(loader))
     return found
 
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 import gc
 import pickle
 import traceback
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
@@ -55,6 +57,24 @@ class Raised:
 
 
 S = TypeVar("S", bound=Subject)
+T = TypeVar("T")
+
+
+def tried(work: Callable[[], T]) -> T | Raised:
+    """The result of a call, or how it raised: whatever it raises is the fact."""
+    try:
+        return work()
+    except Exception as error:  # noqa: BLE001
+        return Raised.by(error)
+
+
+def left_alive(run: Callable[[], Mapping[str, object]]) -> list[str]:
+    """The names of those objects of a run that outlive it and its last reference."""
+    watched = {name: weakref.ref(value) for name, value in run().items()}
+    gc.collect()
+    return [name for name, reference in watched.items() if reference() is not None]
+
+
 Job = Callable[[Subject], Any]
 
 
@@ -99,10 +119,7 @@ def _observe_on_rank(subject: S, jobs: Sequence[Callable[[S], Any]], port: int) 
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=subject.patience)
     for job in jobs:
         store.set(_begun(job), "")
-        try:
-            fact = job(subject)
-        except Exception as error:  # noqa: BLE001  (whatever a job raises is the fact)
-            fact = Raised.by(error)
+        fact = tried(partial(job, subject))
         gc.collect()
         store.set(_key(job, world.rank), pickle.dumps(fact))  # type: ignore[arg-type]  # torch's stub knows str only
         _agree(store, job, world, fact, subject.patience)
