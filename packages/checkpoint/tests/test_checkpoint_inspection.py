@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 
 import pytest
@@ -12,7 +11,7 @@ from accel_checkpoint.files.folder import Draft
 from accel_checkpoint.files.index import Index
 from accel_checkpoint.files.manifest import Manifest
 from accel_checkpoint.files.part_file import write_part
-from accel_checkpoint.inspection.command import add_arguments, describe, list_checkpoints, run, verify
+from accel_checkpoint.inspection.command import describe, list_checkpoints, main, verify
 from accel_core import CheckpointError
 
 DAY = "2030-01-31T12:00:00+00:00"
@@ -80,9 +79,7 @@ def training(rows=(4,)):
 
 
 def command(*words):
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    return run(parser.parse_args([str(word) for word in words]))
+    return main([str(word) for word in words])
 
 
 def data_files(folder):

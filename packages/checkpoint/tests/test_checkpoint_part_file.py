@@ -19,8 +19,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from accel_checkpoint.files import part_file, stored
-from accel_checkpoint.files.part_file import BLOCK, PartReader, StoredFile, StoredTensor, read_all, write_part
-from accel_checkpoint.files.stored import DTYPES
+from accel_checkpoint.files.disk import read_all
+from accel_checkpoint.files.part_file import PartReader, write_part
+from accel_checkpoint.files.stored import BLOCK, DTYPES, StoredFile, StoredTensor
 from accel_checkpoint.weights.tensor_files import SAFETENSORS_DTYPES
 from accel_core import CheckpointError
 from accel_core.api.layouts import Box
@@ -279,7 +280,8 @@ def test_a_full_disk_leaves_no_file_and_is_said(tmp_path):
 NO_MEMORY = """
     import json, resource, sys, torch
     from pathlib import Path
-    from accel_checkpoint.files.part_file import PartReader, StoredFile
+    from accel_checkpoint.files.part_file import PartReader
+    from accel_checkpoint.files.stored import StoredFile
     from accel_core.base.errors import CheckpointError
     description = StoredFile.from_json(sys.argv[2], json.loads(sys.stdin.read()))
     with PartReader(Path(sys.argv[1]), description) as reader:

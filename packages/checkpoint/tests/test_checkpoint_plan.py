@@ -24,8 +24,8 @@ def tensor(*boxes, shape=(4, 3), dtype="torch.float32"):
     return Claim("elementwise", shape, dtype, boxes, nbytes=4 * sum(box.numel for box in boxes))
 
 
-def opaque(part="whole", signature="Codes", nbytes=0):
-    return Claim("opaque", signature=signature, part=part, nbytes=nbytes)
+def opaque(part="whole", signature="Codes"):
+    return Claim("opaque", signature=signature, part=part)
 
 
 REPLICATED = Claim("replicated", (), "torch.float32", nbytes=4)
@@ -204,7 +204,7 @@ def test_of_a_partial_tensor_each_rank_writes_its_term():
 
 
 def test_of_an_opaque_value_each_part_is_written_once_by_ranks_with_little_to_do():
-    left, right = {"codes": opaque("left")}, {"codes": opaque("right", nbytes=9)}
+    left, right = {"codes": opaque("left")}, {"codes": opaque("right")}
     first, *others = plan([{**left, "step": REPLICATED}, left, right, right])
     assert first == [Task("step", None, "whole")]
     assert others == [[Task("codes", None, "left")], [Task("codes", None, "right")], []]

@@ -229,7 +229,7 @@ def test_a_shard_of_no_process_or_of_uneven_pieces_is_refused():
 def test_a_stream_without_a_length_has_a_shard_without_one():
     with pytest.raises(TypeError, match="number of samples was asked for, but Stream has no length"):
         len(IterableDatasetShard(Stream(4)))
-    with pytest.raises(TypeError, match="Stream is an IterableDataset without a length"):
+    with pytest.raises(TypeError, match="Stream has no length. Give it a __len__"):
         len(ShardedStream(Stream(4), Shard(0, 2), 2, False, True))
 
 

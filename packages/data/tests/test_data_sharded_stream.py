@@ -274,7 +274,7 @@ class Sized(Stream):
 
 
 def test_a_stream_without_a_length_says_so():
-    with pytest.raises(TypeError, match="Stream is an IterableDataset without a length. Give it a __len__"):
+    with pytest.raises(TypeError, match="Stream has no length. Give it a __len__"):
         len(prepare(MAKERS["shared"]()))
 
 

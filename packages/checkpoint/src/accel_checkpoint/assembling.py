@@ -186,14 +186,12 @@ def _resolved(state: State, name: str) -> Entry:
 
 
 def _is_here(entry: Entry) -> bool:
-    """Whether this rank has all of an entry."""
     if not isinstance(entry, Elementwise):
         return True
     return any(piece.box == Box.whole(entry.shape) for piece in entry.pieces)
 
 
 def _own(entry: Entry) -> Any:
-    """The value of an entry that this rank has all of."""
     assert not isinstance(entry, Alias), "the entry that it stands for is asked for"
     if not isinstance(entry, Elementwise):
         return entry.value if isinstance(entry, Opaque) else entry.data

@@ -16,17 +16,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
 from accel_checkpoint.files.disk import write_new
-from accel_checkpoint.files.manifest import Manifest
 from accel_checkpoint.files.part_file import plain
-from accel_checkpoint.writing import Portrait, Work, Written, index_of
+from accel_checkpoint.writing import Publication, Work, Written
 from accel_core import CheckpointError
 from accel_core.api.checkpoint import everywhere
 
@@ -39,33 +36,6 @@ Mode = Literal["eager", "lazy"]
 ALIGNMENT = 64  # bytes: copies begin at multiples of it, as vector instructions like it
 ORPHANED = 15.0  # seconds for which a process that is ending waits for files of other ranks, while none of them grows
 _POLL = 0.02
-
-
-@dataclass(frozen=True)
-class Publication:
-    """A draft that becomes a checkpoint."""
-
-    draft: Draft
-    record: Mapping[str, Any]
-    portraits: Sequence[Portrait]
-    published: Callable[[], None]
-
-    def publish(self, written: Sequence[Written]) -> None:
-        """Makes it its folder's checkpoint, from what the members have written, by rank."""
-        index = index_of(self.portraits, written)
-        record = index.write(self.draft.data)
-        sizes = {name: stored.nbytes for name, stored in index.files.items()}
-        created = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        self.draft.publish(Manifest(self.draft.id, created, record, sizes, self.record))
-
-    def finish(self) -> None:
-        """Removes what it replaces, once nobody may need that any more."""
-        self.draft.sweep()
-        self.published()
-
-    def discard(self) -> None:
-        """Removes it."""
-        self.draft.discard()
 
 
 class Job(NamedTuple):
@@ -168,6 +138,8 @@ class _Save:
         self._unpublished: Exception | None = None  # why the whole is not there
         self._told = threading.Event()
         self._abandoned = False
+        self._seen: dict[str, tuple[int, int]] = {}  # files of the others, and until when they may stay as they are
+        self._deadline = 0.0
         self._thread: threading.Thread | None = None
 
     def begin(self, job: Job, staging: Staging, mode: Mode) -> None:
@@ -196,7 +168,6 @@ class _Save:
         self._start(run)
 
     def _take(self, job: Job, staging: Staging) -> dict[str, torch.Tensor]:
-        """Takes a job, and gives the room for its copies."""
         work = self._work = job.work
         work.tensors = {key: plain(key, tensor) for key, tensor in work.tensors.items()}
         self._publisher = job.publisher
@@ -283,7 +254,6 @@ class _Save:
         return written
 
     def _finish(self, publisher: Publication, written: Written | None) -> None:
-        """Publishes what all have written, or removes it."""
         try:
             if written is not None:
                 publisher.publish(self._collect(written))
@@ -294,7 +264,7 @@ class _Save:
                 return
         except Exception as error:  # noqa: BLE001  (raised where somebody asks for it)
             self._unpublished = error
-        publisher.discard()
+        publisher.draft.discard()
 
     def _copy(self, room: Mapping[str, torch.Tensor], keys: Sequence[str]) -> None:
         changed = []
@@ -323,12 +293,11 @@ class _Save:
         if len(self._members) == 1:
             return [own]
         found: dict[int, Written | str] = {self._rank: own}
-        patience = _Patience(self._data)
         while len(found) < len(self._members):
             for rank in self._members:
                 if rank not in found and (answer := self._answer(rank)) is not None:
                     found[rank] = answer
-            if self._abandoned or patience.is_over():
+            if self._abandoned or self._is_orphaned():
                 missing = sorted(set(self._members) - found.keys())
                 raise CheckpointError(
                     f"The training ended, and the parts of ranks {missing} were not written: for {ORPHANED:.0f} s none of "
@@ -352,27 +321,18 @@ class _Save:
         except (FileNotFoundError, ValueError):  # not there, or not whole yet
             return None
 
-    def _message(self, rank: int, word: str) -> Path:
-        return self._data / f"rank-{rank:05d}.{word}.json"
-
-
-class _Patience:
-    """The wait of an ending process for other ranks: while they write, and `ORPHANED` seconds."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._seen: dict[str, tuple[int, int]] = {}
-        self._deadline = 0.0
-
-    def is_over(self) -> bool:
+    def _is_orphaned(self) -> bool:
         """Whether the training has ended, and nothing was written for `ORPHANED` seconds."""
         if threading.main_thread().is_alive():
             return False
-        with os.scandir(self._folder) as entries:
+        with os.scandir(self._data) as entries:
             found = {entry.name: ((stat := entry.stat()).st_size, stat.st_mtime_ns) for entry in entries}
         if found != self._seen:
             self._seen, self._deadline = found, time.monotonic() + ORPHANED
         return time.monotonic() > self._deadline
+
+    def _message(self, rank: int, word: str) -> Path:
+        return self._data / f"rank-{rank:05d}.{word}.json"
 
 
 def _report_at_exit(save: _Save) -> None:

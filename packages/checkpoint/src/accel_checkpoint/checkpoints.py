@@ -89,7 +89,7 @@ class Checkpoints:
         if self._run.recorder is not None and world.rank < len(self._recorded):
             self._run.recorder.resume(self._recorded[world.rank])
         if self._project.automatic_checkpoint_naming and all(
-            everywhere(world, "to count on", lambda: self._is_managed(folder))
+            everywhere(world, "to count on", lambda: folder.parent.resolve() == self._root().resolve())
         ):
             self._known = True
             self._project.iteration = self._next_number(record)
@@ -112,9 +112,6 @@ class Checkpoints:
         numbers = everywhere(self._run.world, "for the highest number", lambda: retention.numbers(self._root()))
         saved = record["iteration"] if record["iteration"] is not None else -1
         return max(saved, *(number for each in numbers for number in each)) + 1
-
-    def _is_managed(self, folder: Path) -> bool:
-        return folder.parent.resolve() == self._root().resolve()
 
     def _root(self) -> Path:
         assert self._project.project_dir is not None, "automatic names were asked for"

@@ -33,7 +33,7 @@ from accel_checkpoint.run_state import (
     stateful,
     within,
 )
-from accel_checkpoint.words import quoted
+from accel_checkpoint.words import LINES, listed, quoted
 from accel_core import CheckpointError, CollectiveMismatchError
 from accel_core.api.checkpoint import (
     TORCH_STREAM,
@@ -50,7 +50,6 @@ from accel_core.api.layouts import Alias, Elementwise, Entry, Opaque, Partial
 if TYPE_CHECKING:
     from accel_core.api.checkpoint import LoadHook
 
-_SHOWN = 20
 _RESUMED = int.from_bytes(b"rng", "big")
 
 
@@ -62,7 +61,12 @@ def load(run: Run, folder: Path, hooks: Sequence[LoadHook]) -> dict[str, Any]:
     world = run.world
     checkpoint = on_each_rank(world, "to have opened the checkpoint", lambda: Checkpoint(folder, world.device))
     with checkpoint:
-        _check_same(everywhere(world, "to compare checkpoints", lambda: checkpoint.manifest.id))
+        identities = everywhere(world, "to compare checkpoints", lambda: checkpoint.manifest.id)
+        if len(set(identities)) > 1:
+            raise CheckpointError(
+                f"load_state() found another checkpoint on each rank ({', '.join(identities)}): the folder is not shared, or a save replaced "
+                f"it."
+            )
         left = _run_hooks(run, folder, hooks)
         restoring = _Restoring(run, checkpoint, left)
         misfits = everywhere(world, "to compare what is prepared", restoring.misfits)
@@ -83,20 +87,11 @@ def load(run: Run, folder: Path, hooks: Sequence[LoadHook]) -> dict[str, Any]:
         return dict(checkpoint.manifest.record)
 
 
-def _check_same(identities: Sequence[str]) -> None:
-    if len(set(identities)) > 1:
-        raise CheckpointError(
-            f"load_state() found another checkpoint on each rank ({', '.join(identities)}): the folder is not shared, or a save replaced it."
-        )
-
-
 def _raise_misfits(folder: Path, by_rank: Sequence[Sequence[str]]) -> None:
     lines = list(dict.fromkeys(line for lines in by_rank for line in lines))
     if lines:
-        more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
-        listed = "\n".join([*(f"  {line}" for line in lines[:_SHOWN]), *more])
         raise CheckpointError(
-            f"{folder} does not fit what is prepared here, so nothing was loaded:\n{listed}\nPrepare and register the same objects as in the "
+            f"{folder} does not fit what is prepared here, so nothing was loaded:{LINES}{listed(lines, LINES, 20)}\nPrepare and register the same objects as in the "
             f"run that saved it, in the same order. For weights alone there is load_checkpoint_in_model(model, folder)."
         )
 

@@ -12,8 +12,6 @@ from torch import nn
 from accel_core import CheckpointError
 from accel_core.api.layouts import Alias, Elementwise, Entry, Opaque, Replicated, Sharding, Whole, pieces_of
 
-_EXTRA_STATE = "_extra_state"
-
 
 def capture_model(model: nn.Module, sharding: Sharding | None = None) -> dict[str, Entry]:
     """Live entries of an unwrapped model: parameters as sharded (None: whole), lowest-rank buffers.
@@ -75,7 +73,7 @@ def _fill(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 def _setter(model: nn.Module, name: str) -> Callable[[Any], None]:
     owner, _, last = name.rpartition(".")
-    if last == _EXTRA_STATE:
+    if last == "_extra_state":
         return model.get_submodule(owner).set_extra_state
     return partial(_load_one, model, name)
 

@@ -11,15 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeVar
 
-from accel_checkpoint.words import listed
+from accel_checkpoint.words import LINES, listed
 from accel_core import CheckpointError
 from accel_core.api.checkpoint import WHOLE, uncovered, uncovered_part
 from accel_core.api.layouts import Box, Elementwise, Opaque, Partial, Replicated
 
 T = TypeVar("T")
 Kind = Literal["elementwise", "replicated", "partial", "opaque"]
-
-_SHOWN = 8  # the most names, ranks or boxes that a message lists
 
 
 @dataclass(frozen=True)
@@ -106,7 +104,6 @@ def _among(claims: _Claims, ranks: Sequence[int]) -> _Claims:
 
 
 def _items(name: str, claims: _Claims) -> list[_Item]:
-    """The items of a name that are to be written."""
     if not claims:
         return []
     kind = next(iter(claims.values())).kind
@@ -116,19 +113,16 @@ def _items(name: str, claims: _Claims) -> list[_Item]:
     if kind == "partial":
         return [_Item(Task(name, None, f"rank {rank}"), [rank], claim.nbytes) for rank, claim in claims.items()]
     if kind == "opaque":
-        largest = {part: max(claims[rank].nbytes for rank in on) for part, on in _parts(claims).items()}
-        return [_Item(Task(name, None, part), on, largest[part]) for part, on in _parts(claims).items()]
+        return [_Item(Task(name, None, part), on, 0) for part, on in _parts(claims).items()]
     return [_Item(Task(name, box, WHOLE), on, _nbytes(box, claims[on[0]])) for box, on in _boxes(claims).items()]
 
 
 def _boxes(claims: _Claims) -> dict[Box, list[int]]:
-    """Every box that is not empty, with the ranks that have it."""
     unique = {rank: [box for box in dict.fromkeys(claim.boxes) if not box.is_empty] for rank, claim in claims.items()}
     return _holders(unique)
 
 
 def _parts(claims: _Claims) -> dict[str, list[int]]:
-    """Every part of an opaque value, with the ranks that have it."""
     return _holders({rank: [claim.part] for rank, claim in claims.items()})
 
 
@@ -141,7 +135,6 @@ def _holders(by_rank: Mapping[int, Sequence[T]]) -> dict[T, list[int]]:
 
 
 def _nbytes(box: Box, claim: Claim) -> int:
-    """The number of bytes of a claim that are in one of its boxes."""
     return claim.nbytes * box.numel // sum(each.numel for each in claim.boxes)
 
 
@@ -172,12 +165,10 @@ def _check_all(presented: Mapping[str, _Claims], world_size: int, members: Seque
 
 
 def _check(presented: Mapping[str, _Claims], ranks: Sequence[int], asked: str, advice: str) -> None:
-    """Raises the error that names what these ranks do not present as they should."""
-    flaws = [f"  {name}: {flaw}" for name, claims in presented.items() if (flaw := _flaw(claims, ranks))]
+    flaws = [f"{name}: {flaw}" for name, claims in presented.items() if (flaw := _flaw(claims, ranks))]
     if flaws:
-        more = [f"  and {len(flaws) - _SHOWN} more"] if len(flaws) > _SHOWN else []
-        lines = "\n".join([*flaws[:_SHOWN], *more])
-        raise CheckpointError(f"{asked}: {len(flaws)} of {len(presented)} names.\n{lines}\n{advice}")
+        lines = f"{LINES}{listed(flaws, LINES)}"
+        raise CheckpointError(f"{asked}: {len(flaws)} of {len(presented)} names.{lines}\n{advice}")
 
 
 def _flaw(claims: _Claims, members: Sequence[int]) -> str | None:
@@ -279,7 +270,6 @@ class StoredBoxes:
         return [Copy(each, box.relative_to(each.box), box.relative_to(wanted)) for each, box in shared]
 
     def _extent(self, box: Box) -> tuple[int, int]:
-        """Offset and size in the dim that is bisected."""
         return (0, 1) if self._dim is None else (box.offsets[self._dim], box.sizes[self._dim])
 
     def _refusal(self, wanted: Box, why: str) -> CheckpointError:

@@ -121,11 +121,6 @@ def _check_stepped(run: Run) -> None:
         )
 
 
-def has_pending(run: Run) -> bool:
-    """Whether a window is open that has had a backward."""
-    return run.accumulation.open and run.accumulation.backwards > 0
-
-
 def pending_gradients(run: Run) -> dict[str, Entry]:
     """The gradients of an open window. A collective: some ranks may have none for a parameter."""
     accumulation = run.accumulation

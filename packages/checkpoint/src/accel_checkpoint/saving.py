@@ -23,11 +23,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_checkpoint.assembling import Weights
-from accel_checkpoint.background import Job, Publication
+from accel_checkpoint.background import Job
 from accel_checkpoint.files.folder import Draft
 from accel_checkpoint.plan import plan
-from accel_checkpoint.run_state import MODEL, Content, check_moment, collect, has_pending, pending_gradients
-from accel_checkpoint.writing import Portrait, Work, encode_objects, file_name, firsts, keep, portray
+from accel_checkpoint.run_state import MODEL, Content, check_moment, collect, pending_gradients
+from accel_checkpoint.words import LINES
+from accel_checkpoint.writing import Portrait, Publication, Work, encode_objects, file_name, firsts, keep, portray
 from accel_core import CheckpointError
 from accel_core.api.checkpoint import Run, everywhere, exchange, on_each_rank, on_main_rank
 from accel_core.api.component import broadcast_object, gather_objects
@@ -111,7 +112,6 @@ def _save_lazily_alone(run: Run, request: SaveRequest, background: Background) -
 
 
 def _record(run: Run, request: SaveRequest, left: Sequence[int]) -> dict[str, Any]:
-    """The record of the run in the manifest."""
     models = {"models": len(run.models()), "left_to_hooks": [f"{MODEL}.{number}" for number in left]}
     return {**request.record, **models}
 
@@ -241,21 +241,18 @@ def _agree(run: Run, draft: Draft, members: Sequence[int], left: Sequence[int]) 
 def _window(run: Run) -> tuple[int, bool]:
     """The number of micro-batches done in an open window, and whether they left gradients."""
     check_moment(run)
-    return run.accumulation.position if run.accumulation.open else 0, has_pending(run)
+    window = run.accumulation
+    return (window.position, window.backwards > 0) if window.open else (0, False)
 
 
 def _check_units(portraits: Sequence[Portrait]) -> None:
-    """Raises for a unit prepared or registered on some ranks only: it could not be restored."""
     every = [set(portrait.digests) for portrait in portraits]
     partial = {unit: [rank for rank, units in enumerate(every) if unit in units] for unit in set().union(*every)}
-    lines = [f"  {unit} on ranks {ranks}" for unit, ranks in sorted(partial.items()) if len(ranks) < len(every)]
+    lines = [f"{unit} on ranks {ranks}" for unit, ranks in sorted(partial.items()) if len(ranks) < len(every)]
     if lines:
-        advice = (
-            "Call prepare() and register_for_checkpointing() with the same objects on every rank, in the same order."
-        )
-        listed = "\n".join(lines)
         raise CheckpointError(
-            f"Not all of {len(every)} ranks have prepared and registered the same:\n{listed}\n{advice}"
+            f"Not all of {len(every)} ranks have prepared and registered the same:{LINES}{LINES.join(lines)}\nCall prepare() and "
+            f"register_for_checkpointing() with the same objects on every rank, in the same order."
         )
 
 

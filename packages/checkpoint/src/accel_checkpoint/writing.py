@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,12 +15,14 @@ import xxhash
 
 from accel_checkpoint.codec import Encoded, encode
 from accel_checkpoint.files.index import Index
+from accel_checkpoint.files.manifest import Manifest
 from accel_checkpoint.files.part_file import write_part
 from accel_checkpoint.files.stored import StoredFile
 from accel_checkpoint.plan import Claim, Description, Task
 from accel_core.api.layouts import Alias, Elementwise, Opaque, Partial, Piece, Replicated
 
 if TYPE_CHECKING:
+    from accel_checkpoint.files.folder import Draft
     from accel_checkpoint.run_state import Content
 
 
@@ -182,6 +185,29 @@ def index_of(portraits: Sequence[Portrait], written: Sequence[Written]) -> Index
     files = {each.file.name: each.file for each in written if each.file is not None}
     aliases = {alias: name for portrait in portraits for alias, name in portrait.aliases.items()}
     return Index(files, tensors, aliases, objects)
+
+
+@dataclass(frozen=True)
+class Publication:
+    """A draft that becomes a checkpoint."""
+
+    draft: Draft
+    record: Mapping[str, Any]
+    portraits: Sequence[Portrait]
+    published: Callable[[], None] = lambda: None  # is called afterwards
+
+    def publish(self, written: Sequence[Written]) -> None:
+        """Makes it its folder's checkpoint, from what the members have written, by rank."""
+        index = index_of(self.portraits, written)
+        record = index.write(self.draft.data)
+        sizes = {name: stored.nbytes for name, stored in index.files.items()}
+        created = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        self.draft.publish(Manifest(self.draft.id, created, record, sizes, self.record))
+
+    def finish(self) -> None:
+        """Removes what it replaces, once nobody may need that any more."""
+        self.draft.sweep()
+        self.published()
 
 
 def _digest(encoded: Encoded) -> str:

@@ -657,7 +657,7 @@ def test_any_tensors_survive_packing(specs: list[Any], data: st.DataObject) -> N
         [rows_of(rank, dtype, count, *sizes) for (dtype, sizes), count in zip(specs, rows[rank], strict=True)]
         for rank in range(2)
     ]
-    capacity = channel_module._rounded(max(letter.size for letter in letters))
+    capacity = channel_module.capacity_for(max(letter.size for letter in letters))
     frames = [channel_module._Frame(capacity, 2, cpu) for _ in range(2)]
     views = [frame.write(letter, given) for frame, letter, given in zip(frames, letters, tensors, strict=True)]
     frames[0].received.copy_(torch.cat([frame.sent for frame in frames]))
@@ -670,7 +670,7 @@ def test_any_tensors_survive_packing(specs: list[Any], data: st.DataObject) -> N
 
 @given(st.integers(0, 1 << 40))
 def test_capacities_are_at_most_an_eighth_larger_than_needed(need: int) -> None:
-    capacity = channel_module._rounded(need)
+    capacity = channel_module.capacity_for(need)
     assert need <= capacity <= max(need * 9 // 8, need + channel_module.FRAME_STEP)
     assert capacity % channel_module.FRAME_STEP == 0
 

@@ -9,28 +9,18 @@ if TYPE_CHECKING:
     from accel_data.batch_rows import slice_tensors
     from accel_data.batches import BatchSamplerShard
     from accel_data.configuration import DataLoaderConfiguration
-    from accel_data.description import LoaderDescription
     from accel_data.dispatcher import DataLoaderDispatcher
     from accel_data.iterable import IterableDatasetShard
     from accel_data.loader import DataLoaderShard
-    from accel_data.preparing import prepare_data_loader
+    from accel_data.positioned_loader import LoaderDescription
+    from accel_data.preparing import prepare_data_loader, skip_first_batches
     from accel_data.seedable import SeedableRandomSampler
     from accel_data.sharded import Sharded
-    from accel_data.skipping import skip_first_batches
 
 __all__ = [
-    "BatchSamplerShard",
-    "DataLoaderConfiguration",
-    "DataLoaderDispatcher",
-    "DataLoaderShard",
-    "IterableDatasetShard",
-    "LoaderDescription",
-    "SeedableRandomSampler",
-    "Sharded",
-    "prepare_data_loader",
-    "skip_first_batches",
-    "slice_tensors",
-]
+    "BatchSamplerShard", "DataLoaderConfiguration", "DataLoaderDispatcher", "DataLoaderShard", "IterableDatasetShard",
+    "LoaderDescription", "SeedableRandomSampler", "Sharded", "prepare_data_loader", "skip_first_batches", "slice_tensors",
+]  # fmt: skip
 
 # The component `sharded` is imported with every Accelerator, and all that loaders need takes some 14 ms more: names are looked up
 # when they are used.
@@ -40,11 +30,11 @@ _MODULES = {
     "DataLoaderDispatcher": "dispatcher",
     "DataLoaderShard": "loader",
     "IterableDatasetShard": "iterable",
-    "LoaderDescription": "description",
+    "LoaderDescription": "positioned_loader",
     "SeedableRandomSampler": "seedable",
     "Sharded": "sharded",
     "prepare_data_loader": "preparing",
-    "skip_first_batches": "skipping",
+    "skip_first_batches": "preparing",
     "slice_tensors": "batch_rows",
 }
 

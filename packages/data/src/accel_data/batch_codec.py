@@ -4,16 +4,11 @@ A message to one receiver is a row of words of 64 bits and, aligned, the bodies:
 
     words of the mailbox | words of the encoder | tensor | tensor | pickle | …
 
-What repeats from batch to batch, the *structure* (containers, keys, dtypes, numbers of dimensions),
-is pickled when it is new and gets a number; from then on the number stands for it. Tensors travel
-as they lie in memory. Whatever else is in a batch is pickled, all of it together, once per batch:
-strings, numbers, containers other than dicts, lists and tuples, objects, tensors that are not
-plain. Plain tensors and arrays inside of these still travel as bytes. So a batch of plain tensors
-in plain containers costs no pickle once its structure is known.
-
-What arrives equals what was sent, with these exceptions: tensors arrive on the CPU, contiguous,
-without `requires_grad`, and a tensor that occurs twice in a batch arrives as two. Each has memory
-of its own, for whoever keeps the labels of an epoch must not keep its images with them.
+What repeats, the *structure* (containers, keys, dtypes, numbers of dimensions), is pickled when it
+is new, and a number from then on. Whatever is no plain tensor is pickled, all of it together, once
+per batch; plain tensors and arrays inside of it still travel as bytes. What arrives equals what was
+sent, but that tensors are contiguous, on the CPU, without `requires_grad`, and each in memory of
+its own: whoever keeps the labels of an epoch must not keep its images with them.
 """
 
 from __future__ import annotations
@@ -55,11 +50,7 @@ Body = torch.Tensor | bytes | memoryview
 
 
 class Frame:
-    """A buffer of bytes in memory that views look into.
-
-    Args:
-        capacity: its size in bytes, a multiple of 16.
-    """
+    """A buffer of bytes in memory that views look into; `capacity`: bytes, a multiple of 16."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -116,11 +107,9 @@ class Encoder:
         self._numbers.clear()
 
     def encode(self, items: Sequence[Item]) -> tuple[list[int], list[Body]]:
-        """The words and bodies of some batches.
+        """The words and bodies of some batches. Raises `TypeError` for what cannot be pickled.
 
-        Raises:
-            TypeError: if a batch holds what cannot be pickled. The encoder is then of no use until
-                both sides forget.
+        After an error both sides have to forget.
         """
         forget = len(self._numbers) >= KEPT_STRUCTURES
         if forget:
@@ -175,16 +164,10 @@ class Decoder:
         self._structures.clear()
 
     def decode(self, frame: Frame, words: Iterator[int], start: int) -> list[tuple[Any, list[int]]]:
-        """The batches and their integers.
+        """The batches and their integers: `words` are the encoder's, bodies begin at `start`.
 
-        Args:
-            frame: what has arrived.
-            words: those of the encoder.
-            start: where the bodies begin, in bytes.
-
-        Raises:
-            RuntimeError: if an object cannot be unpickled. The decoder is ready for the next
-                message all the same.
+        Raises RuntimeError if an object cannot be unpickled; the next message can be decoded all
+        the same.
         """
         if next(words):
             self.forget()
@@ -245,9 +228,8 @@ def _is_plain(leaf: Any) -> bool:
 def _collect(node: Any, leaves: list[Any], kinds: list[Kind]) -> Any:
     """Appends the leaves of a node and returns its shape: None for a leaf, else type, keys, shapes.
 
-    Only containers that are their items and nothing else are opened. One without any plain tensor
-    is a leaf itself: its content is pickled anyway, and lists of varying lengths then need no
-    structures of their own.
+    Only containers that are their items and nothing else are opened; none without plain tensors:
+    those are pickled anyway, and lists of varying lengths then need no structures of their own.
     """
     if _is_plain(node):
         leaves.append(node)

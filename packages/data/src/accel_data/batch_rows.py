@@ -27,7 +27,7 @@ from typing import Any, Literal
 
 import torch
 
-from accel_core.api.component import Tree, flatten, map_tensors, rebuilt
+from accel_core.api.component import Tree, children_of, flatten, map_tensors, rebuilt
 
 Reading = Literal["array", "columns", "objects", "constant", "opaque"]
 """How a node of a batch relates to n rows. `constant`: it belongs to everyone; `opaque`: it cannot be cut."""
@@ -47,15 +47,10 @@ def slice_tensors(
     process_index: int | None = None,  # noqa: ARG001
     num_processes: int | None = None,  # noqa: ARG001
 ) -> Tree:
-    """Cuts every tensor of nested lists, tuples, dicts and other mappings along dim 0.
+    """Cuts every tensor of nested lists, tuples, dicts and other mappings along dim 0, as views.
 
-    Args:
-        data: the batch. Other leaves, and tensors without dimensions, are passed on as they are.
-        tensor_slice: the rows to keep.
-        process_index, num_processes: not needed here; a `slice_fn_for_dispatch` gets them too.
-
-    Returns:
-        The same structure; the tensors are views.
+    Other leaves, and tensors without dimensions, are passed on. The last two arguments are not
+    needed here; a `slice_fn_for_dispatch` gets them too.
     """
     return map_tensors(lambda tensor: tensor[tensor_slice] if tensor.ndim else tensor, data)
 
@@ -63,9 +58,7 @@ def slice_tensors(
 def count_rows(batch: Tree, expected: int | None = None) -> int | None:
     """The number of rows of a batch; None if it cannot be cut into rows.
 
-    Args:
-        batch: any value.
-        expected: how many samples were asked for, which settles what the batch alone leaves open.
+    `expected`: how many samples were asked for, which settles what the batch alone leaves open.
     """
     if isinstance(batch, Samples):
         return len(batch)
@@ -84,25 +77,17 @@ def holds_samples(batch: Tree, rows: int) -> bool | None:
 
 
 def slice_rows(batch: Tree, start: int, stop: int, rows: int) -> Tree:
-    """Rows `start` to `stop` of a batch; what has no rows stays whole. Tensors are views.
-
-    Raises:
-        Unsplittable: if the batch does not have that many rows.
-    """
+    """Rows `start` to `stop` of a batch; what has no rows stays whole. Tensors are views."""
     if not _has_rows(_reading(batch, rows)):
         raise _no_rows(batch, rows)
     return _sliced(batch, slice(start, stop), rows)
 
 
 def concatenate(batches: Sequence[Tree], rows: Sequence[int]) -> Tree:
-    """One batch that has the rows of all, in order.
+    """One batch that has the rows of all, of the same structure, in order.
 
-    Args:
-        batches: at least one, of the same structure. What has no rows must be equal in all of them.
-        rows: how many rows each of them has.
-
-    Raises:
-        Unsplittable: if a batch does not have that many rows, or the batches do not fit together.
+    Raises `Unsplittable` if a batch does not have that many rows, or they do not fit together: what
+    has no rows must be equal in all of them.
     """
     for batch, count in zip(batches, rows, strict=True):
         if not _has_rows(_reading(batch, count)):
@@ -118,7 +103,7 @@ def _guess(node: Any) -> int | None:
     if isinstance(node, Mapping):
         guesses = {_guess(child) for child in node.values()} - {None}
         return guesses.pop() if len(guesses) == 1 else None
-    return len(node) if _is_sequence(node) else None
+    return None if children_of(node) is None else len(node)
 
 
 def _reading(node: Any, rows: int) -> Reading:
@@ -130,8 +115,9 @@ def _reading(node: Any, rows: int) -> Reading:
         return "constant" if not node.ndim else "array" if len(node) == rows else "opaque"
     if isinstance(node, Mapping):
         return _of_columns([_reading(child, rows) for child in node.values()])
-    if _is_sequence(node):
-        readings = [_reading(child, rows) for child in node]
+    children = children_of(node)
+    if children is not None:
+        readings = [_reading(child, rows) for child in children]
         if len(node) != rows or hasattr(node, "_fields"):
             return _of_columns(readings)
         likely = "array" in readings or all(_is_whole(child, rows) for child in node)
@@ -150,11 +136,10 @@ def _has_rows(reading: Reading) -> bool:
 
 
 def _is_whole(node: Any, rows: int) -> bool:
-    """Whether all of a node's content has this many rows."""
     reading = _reading(node, rows)
     if reading != "columns":
         return _has_rows(reading)
-    return all(_is_whole(child, rows) for child in _children(node))
+    return all(_is_whole(child, rows) for child in children_of(node) or ())
 
 
 def _are_samples(node: Sequence[Any]) -> bool:
@@ -170,15 +155,6 @@ def _is_sliceable(array: Any) -> bool:
     return not isinstance(array, torch.Tensor) or (array.layout is torch.strided and not array.is_nested)
 
 
-def _is_sequence(node: Any) -> bool:
-    """Whether a node is a list, or a tuple without a method `to`: as in accel_core.base.nested."""
-    return isinstance(node, list) or (isinstance(node, tuple) and not hasattr(node, "to"))
-
-
-def _children(node: Any) -> list[Any]:
-    return list(node.values() if isinstance(node, Mapping) else node)
-
-
 def _sliced(node: Any, part: slice, rows: int) -> Any:
     reading = _reading(node, rows)
     if reading == "array":
@@ -186,7 +162,7 @@ def _sliced(node: Any, part: slice, rows: int) -> Any:
     if reading == "objects":
         return rebuilt(node, list(node)[part])
     if reading == "columns":
-        return rebuilt(node, [_sliced(child, part, rows) for child in _children(node)])
+        return rebuilt(node, [_sliced(child, part, rows) for child in children_of(node) or ()])
     return node
 
 
@@ -241,7 +217,7 @@ def _same(one: Any, other: Any) -> bool:
         return _is_array(one) and _is_array(other) and one.dtype == other.dtype and bool((one == other).all())
     if isinstance(one, Mapping):
         return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
-    if _is_sequence(one):
+    if children_of(one) is not None:
         return len(one) == len(other) and all(map(_same, one, other))
     return one is other or bool(one == other)
 

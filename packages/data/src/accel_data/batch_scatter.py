@@ -4,14 +4,10 @@ A message is one scatter of flat buffers of equal size. It begins with words of 
 
     bytes needed | what it is | how many words | serial | sequence number | …
 
-of which the first is the largest need of all receivers. **Capacity**: the size of a scatter has to
-be known beforehand, and depends only on what every rank has seen, the needs of earlier messages: it
-is the largest of the last `MEMORY`, rounded up. A message that does not fit announces its need in
-one scatter and follows in a second one. So a loader takes one collective per message as long as its
-batches do not grow, and one unusually large message costs at most `MEMORY` oversized ones.
-
-**Device**: bytes travel from CPU to CPU where the group has a backend for that, else over the
-accelerator.
+of which the first is the largest need of all receivers. The size of a scatter depends only on what
+every rank has seen: it is the largest of the last `MEMORY` needs, rounded up. A message that does
+not fit announces its need in one scatter and follows in a second one; so one that is unusually
+large costs at most `MEMORY` oversized ones.
 """
 
 from __future__ import annotations
@@ -25,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from accel_core.api.component import FRAME_STEP, collective
+from accel_core.api.component import Channel, capacity_for, collective
 from accel_data.batch_codec import WORD, Body, Decoder, Encoder, Frame, Item, aligned, nbytes
 
 if TYPE_CHECKING:
@@ -46,40 +42,29 @@ Message = tuple[list[int], Sequence[Body]]
 
 
 class Mailbox:
-    """Carries batches from rank 0 of a group to each other rank, to each its own.
+    """Carries batches from rank 0 of a group (None: of all) to each other rank, to each its own.
 
     Rank 0 calls `post` or `post_error` as often as each of the others calls `receive`; each call is
     a collective. In a group of one, posting does nothing. An error on either side leaves the
     mailbox in order for the next message.
-
-    Args:
-        world: the processes.
-        group: those that take part; None: all.
     """
 
     def __init__(self, world: World, group: ProcessGroup | None = None) -> None:
         channel = world.channel(group)
         self.rank, self.size = channel.rank, channel.size
         self._group = channel.group
-        self._device = torch.device("cpu") if self.size == 1 or _has_cpu(channel.group) else channel.device
+        self._device = message_device(channel)
         self._needs: deque[int] = deque(maxlen=MEMORY)
         self._frames: list[Frame] = []
         self._encoders = [Encoder() for _ in range(self.size - 1)]
         self._decoder = Decoder()
 
     def post(self, serial: int, sequence: int, words: Sequence[int], parts: Sequence[Sequence[Item]]) -> None:
-        """Sends each rank its batches. A collective; for rank 0 of the group.
+        """Sends each rank its batches with a few integers, and all `words`. Collective; for rank 0.
 
-        Args:
-            serial: of the iteration.
-            sequence: of the message in it.
-            words: integers for everyone.
-            parts: for each rank of the group its batches, each with a few integers. The first, rank
-                0's own, is not sent.
-
-        Raises:
-            TypeError: if a batch cannot be pickled. The others then raise a RuntimeError that
-                quotes it.
+        `serial` is that of the iteration, `sequence` that of the message in it. The first part,
+        rank 0's own, is not sent. Raises TypeError if a batch cannot be pickled; the others then
+        raise a RuntimeError that quotes it.
         """
         assert self.rank == 0, "rank 0 of the group posts, the others receive"
         assert len(parts) == self.size, "one part per rank of the group"
@@ -113,13 +98,8 @@ class Mailbox:
     def receive(self, serial: int, sequence: int) -> tuple[list[int], list[tuple[Any, list[int]]]]:
         """Receives the integers for all ranks, and this rank's batches, from rank 0. A collective.
 
-        Args:
-            serial: of the iteration that this rank is in.
-            sequence: of the message that it expects.
-
-        Raises:
-            RuntimeError: if rank 0 posted an error, or is in another iteration or at another
-                message of it; if an object of a batch cannot be unpickled.
+        Raises RuntimeError if rank 0 posted an error, or is at another message than this one, and
+        if an object of a batch cannot be unpickled.
         """
         assert self.rank > 0, "rank 0 of the group posts, the others receive"
         with torch.inference_mode(False):
@@ -144,7 +124,7 @@ class Mailbox:
         starts = [aligned(length * WORD) for length in lengths]
         sizes = [start + sum(map(nbytes, bodies)) for start, (_, bodies) in zip(starts, messages, strict=True)]
         need = max(sizes)
-        frames = self._framed(max(_rounded(need), self._capacity()), len(messages))
+        frames = self._framed(max(capacity_for(need), self._capacity()), len(messages))
         for frame, length, start, (words, bodies) in zip(frames, lengths, starts, messages, strict=True):
             frame.write_words([need, kind, length, *words])
             frame.write(start, bodies)
@@ -160,11 +140,10 @@ class Mailbox:
         self._needs.append(need)
 
     def _arrived(self) -> Frame:
-        """The next message, whole."""
         frame = self._taken(self._capacity())
         (need,) = frame.words(0, _ANNOUNCED)
         if need > frame.capacity:
-            frame = self._taken(_rounded(need))
+            frame = self._taken(capacity_for(need))
         self._needs.append(need)
         return frame
 
@@ -191,18 +170,13 @@ class Mailbox:
         return self._frames
 
     def _capacity(self) -> int:
-        return _rounded(max(self._needs, default=0))
+        return capacity_for(max(self._needs, default=1))
 
 
-def _has_cpu(group: ProcessGroup | None) -> bool:
-    """Whether a group can carry what lies on the CPU."""
-    return any(entry.split(":")[0] == "cpu" for entry in dist.get_backend_config(group).split(","))
-
-
-def _rounded(need: int) -> int:
-    """The capacity for a need: at most an eighth more, so that similar needs share one."""
-    shift = max(FRAME_STEP.bit_length() - 1, need.bit_length() - 4)
-    return max(-(-need >> shift) << shift, FRAME_STEP)
+def message_device(channel: Channel) -> torch.device:
+    """The CPU where the group carries what lies there, else the accelerator."""
+    on_cpu = channel.size == 1 or "cpu:" in dist.get_backend_config(channel.group)
+    return torch.device("cpu") if on_cpu else channel.device
 
 
 def _quoted(frame: Frame, words: Sequence[int], start: int) -> RuntimeError:

@@ -44,16 +44,7 @@ class Part(NamedTuple):
 
 
 class Sharing:
-    """The rules for one loader.
-
-    Args:
-        loader: as one rank reads it.
-        request: what was asked for.
-
-    Raises:
-        ValueError: if batches are to be cut into pieces, and their size is not a multiple of the
-            ranks.
-    """
+    """The rules for one loader; ValueError if its batches cannot be cut into equal pieces."""
 
     def __init__(self, loader: DataLoaderShard, request: Request) -> None:
         self.count = request.shard.count
@@ -118,7 +109,7 @@ class Sharing:
             if self.split or self.slice_fn is not None:
                 # In the middle of an epoch a batch that does not divide is filled up, or ranks would fall out of step.
                 return self._cut(step, self.count, even or not is_last)
-            return [Part(_plain(batch), None if rows is None else Rows(rows, rows)) for batch, rows in step.batches]
+            return _as_they_are(step.batches)
         if self.drop_last:
             return []
         try:
@@ -172,7 +163,6 @@ class Sharing:
         return self.slice_fn(_plain(batch), slice(start, stop), process_index=rank, num_processes=self.count)
 
     def _joined(self, batches: list[Batch]) -> tuple[Any, int]:
-        """One batch, and its rows."""
         if len(batches) == 1 and batches[0][1] is None and self.slice_fn is not None and self.size is not None:
             return batches[0][0], self.size  # only the user's function knows how to cut it
         rows = [self._rows_of(batch) for batch in batches]
@@ -180,11 +170,10 @@ class Sharing:
 
     def _rows_of(self, batch: Batch) -> int:
         value, rows = batch
-        return self._expected(value) if rows is None else rows
-
-    def _expected(self, value: Any) -> int:
-        concatenate([value], [self.size or 0])  # raises, and says what such a batch lacks
-        raise AssertionError("a batch that can be cut has rows")
+        if rows is None:
+            concatenate([value], [self.size or 0])  # raises, and says what such a batch lacks
+            raise AssertionError("a batch that can be cut has rows")
+        return rows
 
     def _filled(self, batch: Any, rows: int, wanted: int) -> Any:
         """The batch with rows from the first ones of the iteration, over and over if need be."""
@@ -199,9 +188,7 @@ class Sharing:
 
     def _handed_out(self, step: Step, even: bool) -> list[Part | None]:
         """The batches as they are; the first ones fill up."""
-        parts: list[Part | None] = [
-            Part(_plain(batch), None if rows is None else Rows(rows, rows)) for batch, rows in step.batches
-        ]
+        parts = _as_they_are(step.batches)
         missing = self.count - len(parts)
         if not even:
             return [*parts, *[None] * missing]
@@ -215,6 +202,10 @@ def _collates_to_samples(collate: Any) -> bool | None:
     if collate is list:
         return True
     return False if collate in (default_collate, default_convert) else None
+
+
+def _as_they_are(batches: list[Batch]) -> list[Part | None]:
+    return [Part(_plain(batch), None if rows is None else Rows(rows, rows)) for batch, rows in batches]
 
 
 def _plain(batch: Any) -> Any:

@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, Sampler
 from accel_core import Rows
 from accel_core.api.loader import length_of, looked_ahead
 from accel_data.loader_state import tell_epoch
-from accel_data.shard_arithmetic import Parts, check_process, piece_of
+from accel_data.shard_arithmetic import Parts, check_process, piece_of, recorded, without_length
 
 T = TypeVar("T")
 Indices = list[int]
@@ -29,21 +29,13 @@ class BatchSamplerShard(Sampler[Indices]):
 
     Without `split_batches`, `num_processes` consecutive batches make a global step, and each
     process gets one of them; with it, a batch is a global step, and each process gets an equal
-    piece. With `drop_last=True` (an attribute of the batch sampler), an incomplete last step is
-    left out on all processes.
-
-    Batches are never lost. If their sizes vary, whether or not the batch sampler has a
-    `batch_size`, they are handed out as they come, and whole first batches fill the last step. A
-    single process gets what the batch sampler yields.
+    piece. An incomplete last step is left out with the batch sampler's `drop_last`; else filled
+    from the start of the epoch with `even_batches`; else short, or missing on some processes.
+    Batches of varying sizes are handed out as they come, and whole first batches fill the last
+    step.
 
     Args:
         batch_sampler: any iterable of lists of indices. Every process must see the same ones.
-        num_processes: how many processes share them.
-        process_index: which of them this is.
-        split_batches: whether a batch is cut in pieces, or given to one process whole.
-        even_batches: whether an incomplete last step is filled from the start of the epoch, so that
-            all processes get as many batches, all of one size. Otherwise the last batch may be
-            short, and a process may get one batch less.
 
     Raises:
         ValueError: for a process that does not exist; with `split_batches`, for a batch sampler
@@ -84,23 +76,17 @@ class BatchSamplerShard(Sampler[Indices]):
         tell_epoch(epoch, self.batch_sampler, getattr(self.batch_sampler, "sampler", None))
 
     def __len__(self) -> int:
-        """The number of batches of this process.
+        """The number of batches of this process; TypeError if the batch sampler has no length.
 
         It is an upper bound with `split_batches=True, even_batches=False` and a batch sampler of
         the user's own, for what its last batch holds is not known beforehand.
-
-        Raises:
-            TypeError: if the batch sampler has no length.
         """
         parts = self.parts()
         if parts is not None:
             return len(parts)
         batches = length_of(self.batch_sampler)
         if batches is None:
-            raise TypeError(
-                f"The number of batches was asked for, but {type(self.batch_sampler).__name__} has no length. Give it a "
-                f"__len__ that returns the number of batches over all processes, or iterate without asking."
-            )
+            raise without_length("The number of batches", self.batch_sampler, "batches")
         if self.split_batches or self.num_processes == 1:
             return batches
         if self.drop_last:
@@ -126,14 +112,9 @@ class BatchSamplerShard(Sampler[Indices]):
     def rows(self, start: int = 0, drawn: Drawn | None = None) -> Iterator[Part]:
         """The index batches of this process, each with its rows and the real ones among them.
 
-        Args:
-            start: how many samples of the epoch are left out: they are asked of the sampler, and
-                not read. Of batches that are cut from a sampler any number; of a batch sampler of
-                another kind, whole batches.
-            drawn: makes of the iterator that asks the batch sampler another one.
-
-        Raises:
-            ValueError: when iterated, if `start` lies inside a batch, or behind the end.
+        `start` samples of the epoch are left out: of a batch sampler that is not torch's, whole
+        batches. `drawn` wraps the iterator that asks the batch sampler. Raises ValueError when
+        iterated if `start` lies inside a batch, or behind the end.
         """
         head, batches = self._begin(start)
         if drawn is not None:
@@ -148,12 +129,11 @@ class BatchSamplerShard(Sampler[Indices]):
         if start and type(sampler) is BatchSampler:
             first = Indices()
             head.append(first)
-            indices = _recorded(sampler.sampler, first, sampler.batch_size * self.num_processes)
+            indices = recorded(sampler.sampler, first, sampler.batch_size * self.num_processes)
             return head, _cut(_rest(indices, start, sampler.sampler), sampler.batch_size, sampler.drop_last)
-        return head, _behind(_recorded(map(_listed, sampler), head, self.num_processes), start, sampler)
+        return head, _behind(recorded(map(_listed, sampler), head, self.num_processes), start, sampler)
 
     def _all(self, batches: Iterator[Indices], start: int) -> Iterator[Part]:
-        """There is one process."""
         for batch in batches:
             start += len(batch)
             yield batch, Rows(len(batch), len(batch)), start
@@ -237,17 +217,7 @@ class Lone(Indices):
     """One index where there are no batches: the loader hands out what the dataset gives for it."""
 
 
-def _recorded(items: Iterable[T], first: list[T], limit: int) -> Iterator[T]:
-    """The items; the first of them are also kept."""
-    iterator = iter(items)
-    for item in islice(iterator, limit):
-        first.append(item)
-        yield item
-    yield from iterator
-
-
 def _rest(indices: Iterator[int], start: int, sampler: object) -> Iterator[int]:
-    """The indices behind the first `start`."""
     read = 0
     while read < start:
         taken = len(list(islice(indices, min(start - read, _AT_ONCE))))
@@ -272,7 +242,6 @@ def _cut(indices: Iterator[int], size: int, drop_last: bool) -> Iterator[Indices
 
 
 def _behind(batches: Iterator[Indices], start: int, sampler: object) -> Iterator[Indices]:
-    """The batches behind the first `start` samples."""
     read = 0
     while read < start:
         batch = next(batches, None)
@@ -295,6 +264,5 @@ def _grouped(items: Iterable[T], count: int) -> Iterator[list[T]]:
 
 
 def _with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
-    """Each item, and whether it is the last."""
     for item, following in looked_ahead(items, 1):
         yield item, not following

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, Literal, get_args
 
 from accel_core import KwargsHandler
@@ -19,39 +20,28 @@ class DataLoaderConfiguration(KwargsHandler):
     """Options of data loading: `Accelerator(dataloader_config=DataLoaderConfiguration(...))`.
 
     It is complete: what it leaves out has its default, and an argument of the Accelerator or an
-    environment variable for one of its fields is refused beside it.
+    environment variable for one of its fields is refused beside it. A wrong type is a TypeError, a
+    value out of range, or options that contradict each other, a ValueError.
 
     Args:
         split_batches: a loader's batch size is that of the whole world, and each rank gets an equal
             piece of a batch. Otherwise it is the batch size of each rank.
         dispatch_batches: one rank reads the loader, and sends every other rank its part. False:
-            every rank reads its own part. None: True for iterable datasets, whose samples cannot be
-            chosen by index, and False for all others.
+            every rank reads its own part. None: True for iterable datasets alone.
         even_batches: an incomplete last global batch is filled from the first samples of the epoch,
             so that all ranks have as many batches of one size; metrics leave the filling out.
             Otherwise the last batch may be short, and ranks may differ by one batch.
-        use_seedable_sampler: shuffling loaders draw their order as `SeedableRandomSampler` does, by
-            `torch.randperm` from seed + epoch. Otherwise the order is computed, which gives any
-            position at once. Both are a function of seed and epoch alone.
-        data_seed: the seed of the order, 0 to 2**64 - 1, instead of the run's. The same on all
-            ranks.
-        non_blocking: batches are copied to the device while the host goes on; for loaders with
-            `pin_memory=True`.
+        use_seedable_sampler: shuffling loaders draw their order as `SeedableRandomSampler` does.
+            Otherwise the order is computed, which gives any position at once.
+        data_seed: the seed of the order, 0 to 2**64 - 1, the same on all ranks; None: the run's.
+        non_blocking: batches in pinned memory are copied to the device while the host goes on.
         use_stateful_dataloader: asks for `state_dict` and `load_state_dict`, which every prepared
-            loader has, so that True and False are the same. The state is the position in the global
-            order, and loads on any number of ranks.
-        presharded: iterable datasets yield each rank's own samples already, so that nothing of them
-            is left to other ranks. Otherwise all ranks are taken to see the same stream. It
-            excludes `dispatch_batches=True`, and what a position says then holds for the same
-            number of ranks.
+            loader has, so that True and False are the same.
+        presharded: iterable datasets yield each rank's own samples already. Otherwise all ranks are
+            taken to see the same stream. A position then holds for the same number of ranks.
         uneven: what happens where the iterable streams of ranks end unevenly. "pad": a rank whose
             stream has ended is given rows that metrics leave out, until all have ended; "stop": all
             end with the first; "join": each ends by itself, for loops inside `join_uneven_inputs`.
-
-    Raises:
-        TypeError: if a value is of another type, such as a text for a truth value.
-        ValueError: if `data_seed` is out of range, `uneven` is no known policy, or options
-            contradict each other.
     """
 
     split_batches: bool = False
@@ -79,14 +69,10 @@ def check_options(receiver: str, options: Mapping[str, Any]) -> None:
         )
 
 
-def _check_flag(asked: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{asked} is a {type(value).__name__}: expected True or False.")
-
-
-def _check_dispatch(asked: str, value: object) -> None:
-    if value is not None and not isinstance(value, bool):
-        raise TypeError(f"{asked} is a {type(value).__name__}: expected True, False, or None for the default.")
+def _check_flag(asked: str, value: object, or_none: bool = False) -> None:
+    if not (isinstance(value, bool) or (or_none and value is None)):
+        expected = "True, False, or None for the default" if or_none else "True or False"
+        raise TypeError(f"{asked} is a {type(value).__name__}: expected {expected}.")
 
 
 def _check_seed(asked: str, value: object) -> None:
@@ -109,7 +95,7 @@ def _check_uneven(asked: str, value: object) -> None:
 
 
 _CHECKS: Mapping[str, Callable[[str, object], None]] = {
-    "dispatch_batches": _check_dispatch,
+    "dispatch_batches": partial(_check_flag, or_none=True),
     "data_seed": _check_seed,
     "uneven": _check_uneven,
 }

@@ -20,22 +20,17 @@ class DataLoaderDispatcher(PositionedLoader, DataLoader[Any]):
     """A `DataLoader` that only the first rank reads; it sends each rank its part of a global batch.
 
     The other ranks never touch the dataset. Any batch travels that can be pickled, and ranks may
-    get batches of different shapes. `Accelerator.prepare` and `prepare_data_loader` make it from a
-    loader; constructing it is a collective in a world larger than one, and so is each iteration:
-    all ranks leave a loop over it after the same batch.
+    get batches of different shapes. Constructing it is a collective in a world larger than one, and
+    so is each iteration: all ranks leave a loop over it after the same batch.
 
     Args:
-        dataset: as of a `DataLoader`.
-        split_batches: a batch is the global batch, and each rank gets an equal piece. Otherwise
-            each rank gets a batch.
+        dataset: as of a `DataLoader`, which takes `kwargs`.
+        split_batches: a batch is the global batch, and each rank gets an equal piece.
         skip_batches: how many batches each epoch leaves out at its beginning; behind
             `load_state_dict`, the rest of one leaves out nothing more.
-        _drop_last: leaves out an incomplete last global batch; as does `drop_last=True` among
-            `kwargs`.
+        _drop_last: leaves out an incomplete last global batch, as `drop_last` does.
         slice_fn: `slice_fn(batch, slice, process_index=…, num_processes=…)` cuts the part of one
-            process out of a global batch; None: `slice_tensors`, also where batches hold lists with
-            one object per row.
-        kwargs: of the `DataLoader`.
+            process out of a global batch; None: `slice_tensors`, and lists with an object per row.
     """
 
     _accel_source: DispatchSource

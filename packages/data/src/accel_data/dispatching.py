@@ -89,16 +89,10 @@ class Line:
 
 
 class DispatchSource:
-    """The parts of one rank, read by the first.
+    """The parts of one rank, read by the first; `local` is the loader as that reads it, whole.
 
-    Args:
-        local: the loader as the first rank reads it, whole.
-        request: what was asked for.
-
-    Attributes:
-        skipped: batches of this rank that every iteration leaves out at its beginning.
-        restarts: whether they are counted from the beginning of the epoch also where a position
-            inside it was loaded.
+    `skipped` batches of this rank are left out by every iteration at its beginning; `restarts`:
+    also where a position inside the epoch was loaded.
     """
 
     def __init__(self, local: DataLoaderShard, request: Request) -> None:
@@ -229,7 +223,6 @@ class DispatchSource:
             limit, sequence = min(2 * limit, BLOCK), sequence + 1
 
     def _received(self, mailbox: Mailbox, serial: int) -> Iterator[Arrived]:
-        """The batches that the first rank posts to this one."""
         sequence, more = 0, _MORE
         while more == _MORE:
             (more, name), items = mailbox.receive(serial, sequence)
@@ -244,7 +237,6 @@ class DispatchSource:
             sequence += 1
 
     def _shared(self, loaded: Start, feed: Feed) -> Iterator[Shared]:
-        """The steps of an iteration, shared out."""
         sharing = copy.copy(self.sharing)  # it keeps the first batches of one iteration
         even = sharing.even if feed.even_batches is None else feed.even_batches
         for step, is_last in sharing.steps(self._read(loaded)):
@@ -273,12 +265,7 @@ class DispatchSource:
 
 
 class Ahead:
-    """Steps that were read but not posted yet: enough to know, for every step, how many follow.
-
-    Args:
-        steps: an iteration.
-        lookahead: how many are read ahead.
-    """
+    """Steps read but not posted: enough to know how many follow, for `lookahead` of them."""
 
     def __init__(self, steps: Iterator[Shared], lookahead: int) -> None:
         self._steps = steps
@@ -290,8 +277,7 @@ class Ahead:
     def block(self, limit: int) -> list[tuple[Shared, list[int]]]:
         """The next steps, each with how many follow on every rank; sets `ended` with the last.
 
-        Raises:
-            Exception: what reading raised, once everything is posted that was read before.
+        Raises what reading raised, once everything is posted that was read before.
         """
         self._fill(1)
         if self._waiting:
@@ -359,7 +345,6 @@ def _numbers(rows: Rows | None) -> list[int]:
 
 
 def _size(step: Shared) -> int:
-    """Bytes of the tensors of one part."""
     part = step.parts[0]
     leaves = [] if part is None else flatten(part.batch)[0]
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

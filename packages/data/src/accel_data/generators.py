@@ -27,9 +27,7 @@ def given_generators(holder: Any) -> list[torch.Generator]:
 def between_epochs(given: list[torch.Generator], *, begun: bool = False) -> dict[str, Any]:
     """The extra entries of a loader's state between two epochs: the states of its generators.
 
-    Args:
-        given: the generators.
-        begun: nothing will be drawn from them before the order of the next epoch.
+    `begun`: nothing will be drawn from them before the order of the next epoch.
     """
     return {"generators": _states_of(given, begun)} if given else {}
 
@@ -65,12 +63,7 @@ def settle(
 ) -> None:
     """Brings generators where they are to be when an order is drawn, and notes where that is.
 
-    Args:
-        given: the generators.
-        start: where the iteration begins.
-        progress: of the iteration.
-        synchronise: makes them equal on all ranks, unless it is None.
-        beside: one more that is made equal.
+    They, and `beside`, are made equal on all ranks, unless `synchronise` is None.
     """
     if synchronise is not None:
         synchronise(given if beside is None else [*given, beside])

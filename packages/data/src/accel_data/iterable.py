@@ -16,19 +16,17 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch.utils.data import IterableDataset
 
+from accel_core.api.loader import length_of
 from accel_data.loader_state import tell_epoch
-from accel_data.shard_arithmetic import Parts, check_process, piece_of
+from accel_data.shard_arithmetic import Parts, check_process, piece_of, recorded, without_length
 
 T = TypeVar("T")
 
 
 class Piece(NamedTuple):
-    """The samples of a step that one process takes.
+    """The samples of a step that one process takes; the first `real` ones do not fill up.
 
-    Attributes:
-        samples: at least one.
-        real: how many of them, from the first on, do not fill up.
-        read: how many samples of the stream all processes have read with this step.
+    `read`: the samples of the stream that all processes have read with this step.
     """
 
     samples: list[Any]
@@ -38,20 +36,10 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Steps:
-    """The rule by which a stream is divided among processes.
+    """The rule that divides a stream: `part` samples of a step for process `index` of `count`.
 
-    Args:
-        part: samples of one process in a step.
-        index: which process.
-        count: how many processes.
-        drop_last: leaves out an incomplete last step.
-        fill: fills it. With one process there is nobody to be even with, and its last piece is
-            short.
-        skip: how many samples of the stream are left out at the beginning: they are read, and may
-            fill up.
-        turn: takes only each step whose number, counted behind what is left out, is `turn` modulo
-            `turns`.
-        turns: how many take turns.
+    With one process nothing is filled. Of the stream, `skip` samples are left out at the beginning:
+    read, and perhaps filled up with. Of the steps behind them, only each `turns`-th is taken.
     """
 
     part: int
@@ -72,19 +60,15 @@ class Steps:
         return (steps - 1) * self.part + (self.part if parts.fills else parts.real(steps - 1))
 
     def pieces(self, samples: Iterator[Any]) -> Iterator[Piece]:
-        """The pieces of this process, in order.
+        """The pieces of this process, in order. Raises ValueError if the stream ends before `skip`.
 
-        Args:
-            samples: the stream. It is only asked for the next sample, for `iter` would begin some
-                hand-written iterators anew.
-
-        Raises:
-            ValueError: if the stream ends before `skip` samples.
+        `samples` is only asked for the next one: `iter` would begin some hand-written iterators
+        anew.
         """
         stride, first = self.part * self.count, self.index * self.part
         fills = self.fill and self.count > 1 and not self.drop_last
         head: list[Any] = []
-        stream = _recorded(asked(samples), head, stride if fills else 0)
+        stream = recorded(asked(samples), head, stride if fills else 0, _kept)
         read = _passed(stream, self.skip)
         if read < self.skip:
             raise ValueError(
@@ -116,18 +100,9 @@ class Steps:
 class IterableDatasetShard(IterableDataset[T], Generic[T]):
     """Wraps an iterable dataset to yield one process's samples. All have to see the same stream.
 
-    An incomplete last step is filled from the first samples of the stream, so that all processes
-    get equally many; if the dataset yields nothing, so does each part of it. A single process gets
-    what the dataset yields.
-
-    Args:
-        dataset: the stream; it is not changed.
-        batch_size: samples that one process takes in turn; with `split_batches`, that all of them
-            take together.
-        drop_last: leaves out an incomplete last step on all processes.
-        num_processes: how many processes share the stream.
-        process_index: which of them this is.
-        split_batches: whether `batch_size` is that of all processes together.
+    An incomplete last step is left out with `drop_last`, else filled from the first samples of the
+    stream, so that all processes get equally many. A single process gets what the dataset yields.
+    In a step each process takes `batch_size` samples; with `split_batches`, all of them together.
 
     Raises:
         ValueError: for a process that does not exist, a batch size below 1, or, with
@@ -161,19 +136,10 @@ class IterableDatasetShard(IterableDataset[T], Generic[T]):
         tell_epoch(epoch, self.dataset)
 
     def __len__(self) -> int:
-        """The number of samples that this process gets, including those that fill up.
-
-        Raises:
-            TypeError: if the dataset has no length.
-        """
-        dataset: Any = self.dataset
-        try:
-            total = len(dataset)
-        except (TypeError, NotImplementedError) as error:
-            raise TypeError(
-                f"The number of samples was asked for, but {type(dataset).__name__} has no length. Give it a __len__ that "
-                f"returns the number of samples over all processes, or iterate without asking."
-            ) from error
+        """The number of this process's samples, filling up included; TypeError if not known."""
+        total = length_of(self.dataset)
+        if total is None:
+            raise without_length("The number of samples", self.dataset)
         return self._steps().length(total)
 
     def __iter__(self) -> Iterator[T]:
@@ -201,19 +167,10 @@ def asked(iterator: Iterator[T]) -> Iterator[T]:
         yield sample
 
 
-def _recorded(samples: Iterator[Any], head: list[Any], limit: int) -> Iterator[Any]:
-    """The samples; the first of them are also kept."""
-    for sample in islice(samples, limit):
-        head.append(_kept(sample))
-        yield sample
-    yield from samples
-
-
 def _kept(sample: Any) -> Any:
     """A sample that is kept whole where collate functions pop from their samples."""
     return copy.copy(sample) if isinstance(sample, (dict, list)) else sample
 
 
 def _passed(samples: Iterator[Any], count: int) -> int:
-    """Passes over so many samples, and says how many there were."""
     return sum(1 for _ in islice(samples, count))

@@ -22,7 +22,8 @@ from accel_core.api.component import capture_random_state, restore_random_state,
 from accel_core.api.loader import Positions, length_of, looked_ahead
 from accel_data.generators import between_epochs, check_between, given_generators, restore_between, settle
 from accel_data.loader_state import EpochOpening, Epochs, Start, tell_epoch
-from accel_data.sample_count import Collated, Counting, taken
+from accel_data.sample_count import Counting, taken
+from accel_data.shard_arithmetic import without_length
 
 if TYPE_CHECKING:
     import torch
@@ -36,11 +37,8 @@ if TYPE_CHECKING:
 class Stateful(Protocol):
     """An object with a state of its own."""
 
-    def state_dict(self) -> dict[str, Any]:
-        """The current state of the object."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """It goes on from there."""
+    def state_dict(self) -> dict[str, Any]: ...  # noqa: D102
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...  # noqa: D102
 
 
 class Fetched(NamedTuple):
@@ -56,18 +54,10 @@ class Fetched(NamedTuple):
 class StreamSource:
     """Every batch that a loader gives, in order: what one process reads that shares with nobody.
 
-    Args:
-        loader: the user's loader over an iterable dataset. The dataset is told the epoch.
-        shard: the only one.
-        identity: of the loader.
-        dataset: what stands in the place of the loader's dataset, if something does.
-        synchronise: called once per iteration with the generators that the user handed in.
-
     Attributes:
         inherits_state: whether a loader class that keeps a position of its own is asked for it.
-        skipped: batches that every iteration leaves out at its beginning.
-        restarts: whether they are counted from the beginning of the epoch also where a position
-            inside it was loaded.
+        skipped: batches that every iteration leaves out at its beginning; `restarts`: also where a
+            position inside the epoch was loaded.
         synchronised: a generator that is made equal to that of rank 0, beside that of the dataset.
         delivered: what torch's latest iterator has delivered, where samples are counted; else None.
     """
@@ -92,24 +82,18 @@ class StreamSource:
         self.skipped = 0
         self.restarts = False
         self.synchronised: torch.Generator | None = None
-        self.delivered: deque[Collated] | None = None
+        self.delivered: deque[Any] | None = None
         self._synchronise = synchronise
         # Only the last batch may be short. Workers end one after the other, and other classes may yield what they like.
         self._is_regular = type(loader) is DataLoader and not loader.num_workers and bool(loader.batch_size)
         self._workers_persist = loader.persistent_workers
 
     def iterate(self, fetched: Callable[[], Iterable[Any]], outlet: Outlet, stateful: Stateful | None) -> Iterator[Any]:
-        """One iteration over what `fetched` gives.
+        """One iteration over what `fetched` gives: it begins a pass over the batches.
 
-        Args:
-            fetched: begins a pass over the batches.
-            outlet: where they go.
-            stateful: what keeps a position of its own, the dataset or the loader. None: batches are
-                counted.
-
-        Raises:
-            ValueError: if what is left out ends before a loaded position to which the dataset has
-                gone on by itself.
+        `stateful` keeps a position of its own, the dataset or the loader; None: batches are
+        counted. Raises ValueError if what is left out ends before a position to which the dataset
+        has gone on.
         """
         resumes, restarts = self.epochs.resumes, self._workers_persist and self.epochs.restarts
         before = capture_random_state(outlet.device) if resumes or restarts else {}
@@ -189,14 +173,10 @@ class StreamSource:
     def __len__(self) -> int:
         steps = self.most_steps()
         if steps is None:
-            raise TypeError(
-                f"The number of batches was asked for, but {type(self.dataset).__name__} is an IterableDataset without a "
-                f"length. Give it a __len__ that returns the number of samples, or iterate without asking."
-            )
+            raise without_length("The number of batches", self.dataset)
         return steps
 
     def _beginning(self, stateful: Stateful | None) -> Start:
-        """The start of an iteration that is opened now."""
         loaded = self.epochs.next()
         start = loaded.leaving_out(self.skipped, restarts=self.restarts)
         if stateful is None or start.samples == loaded.samples or "stream" not in loaded.extras:
@@ -217,7 +197,6 @@ class StreamSource:
         return start
 
     def _reported(self, opening: EpochOpening, batches: Iterator[Fetched], outlet: Outlet) -> Iterator[Any]:
-        """The batches, placed and reported."""
         progress = opening.progress
         with outlet.passage() as passage:
             opening.start()
@@ -234,13 +213,11 @@ class StreamSource:
             progress.finished = True
 
     def _ended(self, batches: Iterator[Fetched], feed: Feed) -> Iterator[tuple[Fetched, int]]:
-        """Each batch, with how many follow."""
         return looked_ahead(batches, feed.lookahead)
 
     def _arriving(
         self, start: Start, fetched: Callable[[], Iterable[Any]], stateful: Stateful | None
     ) -> Iterator[Fetched]:
-        """The batches behind `start`."""
         if start.extras.get("ended"):
             return self._read_through(fetched, start)
         saved = start.extras.get("stream")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -10,13 +11,12 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accel_core.api.component import overridden_class
 from accel_core.api.loader import PreparedLoader, source_attributes
-from accel_data.epoch_in_workers import telling
 from accel_data.iterable_source import Stateful, StreamSource
 from accel_data.map_source import EpochSource
 from accel_data.positioned_loader import PositionedLoader
 from accel_data.request import Request
 from accel_data.sample_count import Counting, CountingCollate
-from accel_data.sharded_stream import Arriving, SharedStreamSource
+from accel_data.worker_streams import CountedCollate, telling
 
 if TYPE_CHECKING:
     from accel_data.loader_state import Start
@@ -25,24 +25,18 @@ if TYPE_CHECKING:
 class DataLoaderShard(PositionedLoader, DataLoader[Any]):
     """A `DataLoader` that places its batches, knows its position, and reads the part of one rank.
 
-    `Accelerator.prepare` and `prepare_data_loader` make it from a loader. Constructed, it reads
-    what its own arguments say: to share data out, give it a `BatchSamplerShard`, or an
-    `IterableDatasetShard` as dataset. Constructing it is a collective in a world larger than one,
-    which agrees on the seed of the run.
+    Constructed, it reads what its own arguments say: to share data out, give it a
+    `BatchSamplerShard`, or an `IterableDatasetShard` as dataset. Constructing it is a collective in
+    a world larger than one, which agrees on the seed of the run.
 
     Args:
-        dataset: as of a `DataLoader`.
+        dataset: as of a `DataLoader`, which takes `kwargs`.
         device: where batches are put; None leaves them where they are.
-        rng_types: which random streams are made equal to those of rank 0 when an iteration begins:
-            "torch", "cuda", "xla", "generator"; None: "generator" if there is one. A collective of
-            the world.
-        synchronized_generator: a generator that is made equal to that of rank 0, beside those of
-            the samplers.
+        rng_types: see `prepare_data_loader`; a collective of the world.
+        synchronized_generator: one that is made equal to that of rank 0, beside the samplers'.
         skip_batches: how many batches each epoch leaves out at its beginning; behind
             `load_state_dict`, the rest of one leaves out nothing more.
-        _drop_last: says that `drop_last` of the loader, or of its batch sampler, is True; an error
-            otherwise.
-        kwargs: of the `DataLoader`.
+        _drop_last: says that an incomplete last batch is left out; an error otherwise.
     """
 
     _accel_source: EpochSource | StreamSource
@@ -89,21 +83,17 @@ class DataLoaderShard(PositionedLoader, DataLoader[Any]):
         if not isinstance(source, StreamSource):
             return super()._get_iterator()
         inner: Any = cast(Any, super(PreparedLoader, self))._get_iterator()
-        if isinstance(source, SharedStreamSource):
-            arriving = Arriving(inner)
-            source.arrived = arriving.arrived
-            return arriving
-        if isinstance(self.collate_fn, CountingCollate):
-            counting = Counting(inner)
-            source.delivered = counting.delivered
-            return counting
-        return inner
+        if not isinstance(self.collate_fn, (CountedCollate, CountingCollate)):
+            return inner
+        counting = Counting(inner)
+        source.delivered = counting.delivered
+        return counting
 
     def _stateful(self) -> Stateful | None:
         """The object with its own position: the user's loader, or a dataset read here."""
         source, inherited = self._accel_source, cast(Any, super(PreparedLoader, self))
         if isinstance(source, StreamSource) and source.inherits_state and _is_stateful(inherited):
-            return Inherited(inherited)
+            return SimpleNamespace(state_dict=inherited.state_dict, load_state_dict=inherited.load_state_dict)
         return cast(Stateful, self.dataset) if self.num_workers == 0 and _is_stateful(self.dataset) else None
 
 
@@ -144,14 +134,6 @@ def check_skipped(asked: str, number: object) -> None:
     """Raises unless this many batches can be left out."""
     if type(number) is not int or number < 0:
         raise ValueError(f"{asked}={number!r}): expected how many batches are left out, a whole number of at least 0.")
-
-
-class Inherited:
-    """The state of a loader as its own class keeps it."""
-
-    def __init__(self, inherited: Any) -> None:
-        self.state_dict = inherited.state_dict
-        self.load_state_dict = inherited.load_state_dict
 
 
 def _is_stateful(obj: Any) -> bool:

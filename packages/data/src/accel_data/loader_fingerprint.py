@@ -20,13 +20,9 @@ _IDENTITY = (*_NUMBERS, "version", "length", "order", "workers")
 class Identity:
     """The identity of a loader, saved with its positions. Copies that share its epochs share it.
 
-    Args:
-        seed: of the run; a state that is loaded may bring another.
-        number: how many loaders were prepared before this one.
-        length: of the dataset; None if it has none.
-        order: what gives the order: the classes of the samplers, or of an iterable dataset.
-        workers: among how many the order of an iterable dataset is made; None where it does not
-            depend on that.
+    The seed is the run's, or that of a state that was loaded; `number`: loaders prepared before;
+    `order`: the classes of samplers, or of an iterable dataset; `workers`: among how many the order
+    of an iterable dataset is made, None where it does not depend on that.
     """
 
     seed: int
@@ -50,12 +46,7 @@ class Identity:
         }
 
     def check(self, state: object) -> dict[str, Any]:
-        """The state, if it is one of this loader.
-
-        Raises:
-            TypeError: if it is no state of a loader.
-            ValueError: if it is one of another loader, dataset or run.
-        """
+        """The state, if it is of this loader; TypeError if of none, ValueError if of another."""
         checked = _checked_form(state)
         self._check_order(checked)
         self._check_run(checked)
@@ -109,7 +100,6 @@ def extras_of(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _checked_form(state: object) -> dict[str, Any]:
-    """The state, if it is one of a loader at all."""
     if not isinstance(state, Mapping) or any(type(state.get(name)) is not int for name in _NUMBERS):
         raise TypeError(
             f"load_state_dict() was given a {type(state).__name__} that is no state of a loader: it needs whole numbers "

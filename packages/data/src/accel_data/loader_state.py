@@ -16,12 +16,7 @@ from accel_core.api.loader import IndexRead, SourceIteration, SourceProgress
 
 
 class EpochProgress(SourceProgress):
-    """The progress of an iteration of an epoch, and what else is needed to resume from it.
-
-    Args:
-        extras: entries for the state, such as that of the dataset; whoever yields keeps them up to
-            date.
-    """
+    """The progress of an iteration; `extras` are entries for the state, kept up to date."""
 
     __slots__ = ("extras",)
 
@@ -34,11 +29,8 @@ class EpochProgress(SourceProgress):
 class Start:
     """The position at which an iteration begins.
 
-    Args:
-        epoch: which one.
-        samples: how many of its samples are behind it.
-        extras: what else was in the state that is continued; empty at an ordinary beginning.
-        skipped: how many batches of this rank are left out from there.
+    `extras` is what else was in the state that is continued, empty at an ordinary beginning;
+    `skipped` batches of this rank are left out from there.
     """
 
     epoch: int
@@ -47,15 +39,11 @@ class Start:
     skipped: int = 0
 
     def leaving_out(self, batches: int, *, restarts: bool) -> Start:
-        """The start of an iteration that leaves out the first batches.
+        """The start of an iteration that leaves out the first batches of this rank.
 
-        What was loaded inside an epoch has left them out already, unless they are counted anew.
-
-        Args:
-            batches: how many of this rank.
-            restarts: whether they are counted from the beginning of the epoch, wherever in it a
-                loaded position lies. Of the state, the generators are kept: the order of the epoch
-                is drawn from them.
+        What was loaded inside an epoch has left them out already, unless it `restarts`: then they
+        are counted from the beginning of the epoch, of whose state the generators are kept, for
+        they draw its order.
         """
         if not self.samples:
             return replace(self, skipped=batches)
@@ -70,12 +58,9 @@ class Epochs:
 
     Attributes:
         following: the epoch that comes next.
-        begins_from_a_state: whether the dataset stands at the end of an epoch because a state was
-            loaded, and the next one has not begun.
-        current: how far the iteration has come that was begun last; None if none was since an epoch
-            or a state was set.
-        has_opened: whether there was an iteration at all, so that a dataset may have been read, or
-            given a state.
+        begins_from_a_state: whether a state was loaded with which the dataset stands at an end.
+        current: the progress of the iteration begun last, since an epoch or a state was set.
+        has_opened: whether there was an iteration, so that the dataset may have been read.
     """
 
     def __init__(self) -> None:

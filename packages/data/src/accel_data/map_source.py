@@ -30,24 +30,14 @@ if TYPE_CHECKING:
 class EpochSource:
     """One rank's part of a loader: the order is a function of seed and epoch, the part arithmetic.
 
-    Args:
-        loader: the user's loader. Its samplers and its dataset are told the epoch, and otherwise
-            not changed.
-        shard: which part.
-        identity: of the loader; the order of an epoch derives from its seed and number.
-        split_batches: see `Sharded`.
-        even_batches: see `Sharded`.
-        worker_generator: from which torch is made to draw the base of its workers' seeds; None
-            leaves torch's own.
-        synchronise: called once per iteration with the generators that the user handed in.
-        seedable: the order of a shuffling sampler is that of `SeedableRandomSampler`.
+    Samplers and dataset are told the epoch, and otherwise not changed. `worker_generator`: from
+    which torch draws the base of its workers' seeds; None leaves torch's own. `seedable`: a
+    shuffling sampler has the order of `SeedableRandomSampler`.
 
     Attributes:
-        skipped: batches of this rank that every iteration leaves out at its beginning.
-        restarts: whether they are counted from the beginning of the epoch also where a position
-            inside it was loaded.
-        synchronised: a generator that is made equal to that of rank 0, beside those of the
-            samplers.
+        skipped: batches of this rank that every iteration leaves out at its beginning; `restarts`:
+            also where a position inside the epoch was loaded.
+        synchronised: a generator made equal to that of rank 0, beside those of the samplers.
     """
 
     def __init__(

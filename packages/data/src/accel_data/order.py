@@ -14,6 +14,7 @@ after eight of them the order is as even, and an index costs half as much.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -29,19 +30,17 @@ _MASK = 2**62 - 1
 
 
 class Order(Protocol):
-    """An epoch of `length` positions."""
-
-    length: int
+    """An order of positions, as an epoch or a permutation has it."""
 
     def at(self, positions: torch.Tensor) -> torch.Tensor:
-        """Indices of the samples at `positions`: new, int64, 1-d, values in [0, `length`)."""
+        """Indices of the samples at `positions`: new, int64, 1-d."""
 
 
+@dataclass(frozen=True)
 class SequentialOrder:
     """0, 1, 2, …"""
 
-    def __init__(self, length: int) -> None:
-        self.length = length
+    length: int
 
     def at(self, positions: torch.Tensor) -> torch.Tensor:
         """The positions themselves."""
@@ -55,7 +54,7 @@ class ShuffledOrder:
         self.size = size
         self.length = length
         self.key = key
-        self._passes: dict[int, _Permutation] = {}
+        self._passes: dict[int, Order] = {}
 
     def at(self, positions: torch.Tensor) -> torch.Tensor:
         """The indices of the samples at `positions`."""
@@ -68,30 +67,26 @@ class ShuffledOrder:
             indices[chosen] = self._pass(number).at(places[chosen])
         return indices
 
-    def _pass(self, number: int) -> _Permutation:
+    def _pass(self, number: int) -> Order:
         if number not in self._passes:
             self._passes = {number: permutation(self.size, derive_seed(self.key, number))}  # one is enough: they ascend
         return self._passes[number]
 
 
+@dataclass(frozen=True)
 class DrawnOrder:
     """`length` independent draws from `size` samples, with replacement."""
 
-    def __init__(self, size: int, length: int, key: int) -> None:
-        self.size = size
-        self.length = length
-        self.key = key
+    size: int
+    length: int
+    key: int
 
     def at(self, positions: torch.Tensor) -> torch.Tensor:
         """The indices of the samples at `positions`."""
         return (_hashed(positions, self.key) & _MASK) % self.size
 
 
-class _Permutation(Protocol):
-    def at(self, positions: torch.Tensor) -> torch.Tensor: ...
-
-
-def permutation(size: int, key: int) -> _Permutation:
+def permutation(size: int, key: int) -> Order:
     """A permutation of range(size) that is chosen by `key`."""
     return _SortedPermutation(size, key) if size <= SMALL else _FeistelPermutation(size, key)
 

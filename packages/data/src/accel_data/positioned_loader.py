@@ -4,68 +4,62 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
 
 from torch.utils.data import DataLoader
 
 from accel_core.api.loader import IndexSource, PreparedLoader, source_after
-from accel_data.description import LoaderDescription
 from accel_data.loader_fingerprint import extras_of
 from accel_data.loader_state import Start
+from accel_data.shard_arithmetic import without_length
 
 if TYPE_CHECKING:
-    from accel_core import Shard
-    from accel_data.loader_fingerprint import Identity
-    from accel_data.loader_state import Epochs
+    from accel_data.dispatching import DispatchSource
+    from accel_data.iterable_source import StreamSource
+    from accel_data.map_source import EpochSource
 
 
-class PositionedSource(Protocol):
-    """The source of a loader with a position."""
+@dataclass(frozen=True)
+class LoaderDescription:
+    """The batch sizes of a loader, and its steps; None where a number varies or is not known.
 
-    shard: Shard
-    identity: Identity
-    epochs: Epochs
-    skipped: int
-    restarts: bool
+    `effective_batch`: rows of an optimizer step over all ranks, `accumulation` batches. `batches`
+    and `steps`: of an epoch, on the rank that has most. `reading`: how the ranks come to their
+    parts; `ending`: how an incomplete last global batch is handled.
+    """
 
-    def position(self) -> Start:
-        """The current position of the loader."""
+    per_rank_batch: int | None
+    global_batch: int | None
+    effective_batch: int | None
+    accumulation: int
+    ranks: int
+    samples: int | None
+    batches: int | None
+    steps: int | None
+    reading: str
+    ending: str
 
-    def check(self, start: Start) -> None:
-        """Raises `ValueError` for a position that `restore` does not take."""
+    def __str__(self) -> str:
+        def shown(number: int | None, unknown: str) -> str:
+            return unknown if number is None else str(number)
 
-    def restore(self, start: Start) -> None:
-        """The next iteration begins there."""
-
-    def tell_epoch(self, epoch: int) -> None:
-        """Passes the epoch on to the dataset and the samplers."""
-
-    def global_batch(self) -> int | None:
-        """Rows of a batch over all ranks; None if they vary, or are not made by the loader."""
-
-    def most_steps(self) -> int | None:
-        """Batches of an epoch on the rank that has most of them; None if that is not known."""
-
-    def reading(self) -> str:
-        """The way in which the ranks get their parts, in words."""
-
-    def ending(self) -> str:
-        """The handling of an incomplete last global batch, in words."""
-
-    def __len__(self) -> int: ...
+        return (
+            f"batch per rank {shown(self.per_rank_batch, 'varies')}, global batch {shown(self.global_batch, 'varies')} on "
+            f"{self.ranks} data-parallel rank(s), effective batch {shown(self.effective_batch, 'varies')} with "
+            f"accumulation {self.accumulation}; {shown(self.batches, 'unknown')} batches per rank and "
+            f"{shown(self.steps, 'unknown')} steps per epoch over {shown(self.samples, 'an unknown number of')} "
+            f"samples; {self.ending}; {self.reading}"
+        )
 
 
 class PositionedLoader(PreparedLoader):
     """A prepared loader that can say where it is, and go on from there."""
 
-    _accel_source: PositionedSource
+    _accel_source: EpochSource | StreamSource | DispatchSource
 
     def __len__(self) -> int:
-        """The number of batches that an epoch has on this rank.
-
-        Raises:
-            TypeError: if that is not known beforehand.
-        """
+        """The number of batches of an epoch on this rank; TypeError if that is not known."""
         original: Any = type(self).__bases__[-1]
         if original.__len__ is not DataLoader.__len__:  # a class that iterates in its own way counts in its own way
             length: int = original.__len__(self)
@@ -103,11 +97,8 @@ class PositionedLoader(PreparedLoader):
 
         At the end of an epoch that was not left yet, the next iteration is the rest of it: empty.
         Not a collective: every rank loads the same state, which any rank of a world of any size has
-        saved.
-
-        Raises:
-            TypeError: if it is no state of a loader.
-            ValueError: if it is one of another dataset, loader or run.
+        saved. Raises TypeError for no state of a loader, ValueError for one of another dataset,
+        loader or run.
         """
         source = self._accel_source
         start = self.check_state_dict(state)
@@ -137,10 +128,7 @@ class PositionedLoader(PreparedLoader):
     def behind(self, batches: int) -> PositionedLoader:
         """A copy whose iterations leave out so many more of this rank's batches, from the start.
 
-        See `skip_first_batches`. Without any, it goes on where a position was loaded.
-
-        Raises:
-            ValueError: if the number is negative, or no whole number.
+        See `skip_first_batches`. Raises ValueError if the number is negative, or no whole number.
         """
         source = source_after(self._accel_source, batches)
         source.restarts = source.restarts or batches > 0
@@ -159,17 +147,10 @@ class PositionedLoader(PreparedLoader):
 
     @property
     def total_dataset_length(self) -> int:
-        """Samples in the dataset, over all ranks.
-
-        Raises:
-            TypeError: if the dataset has no length.
-        """
+        """Samples in the dataset, over all ranks; TypeError if it has no length."""
         length = self._accel_source.identity.length
         if length is None:
-            raise TypeError(
-                f"total_dataset_length was asked for, but {type(self.dataset).__name__} has no length. Give it a __len__ that "
-                f"returns the number of samples, or count them in the loop."
-            )
+            raise without_length("total_dataset_length", self.dataset)
         return length
 
     def describe(self) -> LoaderDescription:

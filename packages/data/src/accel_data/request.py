@@ -29,16 +29,8 @@ if TYPE_CHECKING:
 class Request:
     """The request for one loader: its part of the data, its options, and its outlet.
 
-    Args:
-        shard: the part to read.
-        feed: where iterators report.
-        device: where batches are put, or None.
-        seed: of the run.
-        number: how many loaders were prepared before.
-        group: the ranks among which a global batch is shared out; None: the world.
-        slice_fn: the user's function that cuts a batch, or None.
-        options: how.
-        rng_types: which random streams are made equal when an iteration begins.
+    `feed` is where iterators report; `number`: how many loaders were prepared before; `group`: the
+    ranks that share a global batch, None: the world; `slice_fn`: the user's, which cuts a batch.
     """
 
     shard: Shard
@@ -54,17 +46,8 @@ class Request:
     @classmethod
     def alone(cls, device: torch.device | None, rng_types: Iterable[str] | None) -> Request:
         """All of the data, for nobody's Accelerator. A collective in a world larger than one."""
-        return cls(
-            shard=Shard(0, 1),
-            feed=Feed(),
-            device=device,
-            seed=agree_seed(World.current()),
-            number=0,
-            group=None,
-            slice_fn=None,
-            options=DataLoaderConfiguration(),
-            rng_types=named(rng_types),
-        )
+        seed, options = agree_seed(World.current()), DataLoaderConfiguration()
+        return cls(Shard(0, 1), Feed(), device, seed, 0, None, None, options, named(rng_types))
 
     def to_read(self) -> Request:
         """The request of the process that reads for all: all of the data, as one part."""

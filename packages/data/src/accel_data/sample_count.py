@@ -22,11 +22,7 @@ class Collated(NamedTuple):
 
 
 class CountingCollate:
-    """A collate function that counts.
-
-    Args:
-        collate_fn: the user's, or torch's.
-    """
+    """A collate function that counts."""
 
     def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
         self.collate_fn = collate_fn
@@ -46,10 +42,10 @@ class Counting(CountingIterator):
 
     def __init__(self, inner: Any) -> None:
         super().__init__(inner)
-        self.delivered: deque[Collated] = deque()
+        self.delivered: deque[Any] = deque()
 
     def __next__(self) -> Any:
-        collated: Collated = super().__next__()
+        collated = super().__next__()
         self.delivered.append(collated)
         return collated.batch
 

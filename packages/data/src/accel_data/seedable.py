@@ -18,18 +18,13 @@ class SeedableRandomSampler(RandomSampler):
     streams of torch, Python and NumPy are neither read nor moved.
 
     Args:
-        data_source: what has the length; indices 0 to `len(data_source)` - 1 are drawn.
-        replacement: draw with replacement, each index independently.
-        num_samples: how many indices a pass has; None: the length of `data_source`.
-        generator: the generator that is seeded and drawn from; None: one for each pass, so that
-            several can be read at once.
-        data_seed: the seed of epoch 0, 0 to 2**64 - 1 (the sum with the epoch is taken modulo
-            2**64); None: `torch.initial_seed()`, which is the seed of `set_seed`, and is not the
-            same on all ranks where they were seeded apart or not at all.
+        data_source, replacement, num_samples: as of torch's `RandomSampler`.
+        generator: is seeded and drawn from; None: one for each pass, so that several may be read.
+        data_seed: the seed of epoch 0, 0 to 2**64 - 1; None: `torch.initial_seed()`, which is not
+            the same on all ranks where they were seeded apart or not at all.
 
     Raises:
-        TypeError: if `data_seed` is no whole number.
-        ValueError: if it is out of range, or nothing is to be drawn.
+        TypeError, ValueError: if `data_seed` is no whole number; if out of range.
     """
 
     def __init__(

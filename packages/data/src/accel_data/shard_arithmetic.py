@@ -8,9 +8,10 @@ the last part of a rank may be short or missing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from itertools import islice
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -20,22 +21,18 @@ if TYPE_CHECKING:
     from accel_core.api.loader import IndexRead
     from accel_data.order import Order
 
+T = TypeVar("T")
+
 BLOCK = 4096  # positions that are turned into indices at once: enough to hide the cost of the calls
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of one rank.
+    """The parts of rank `index` of `count` in an epoch of `total` samples, each of `part` samples.
 
-    Args:
-        total: the samples of the epoch.
-        part: the samples that a rank reads in a step.
-        index: which rank.
-        count: how many ranks.
-        drop_last: leaves out an incomplete last step.
-        even: fills an incomplete last step. With one rank there is nothing to make even, and its
-            last part is short.
-        start: how many samples of the epoch were read before; the first step begins behind them.
+    An incomplete last step is left out by `drop_last`, else filled if `even`; with one rank there
+    is nothing to make even, and its last part is short. The first step begins behind `start`
+    samples.
     """
 
     total: int
@@ -68,10 +65,7 @@ class Parts:
         return replace(self, start=self.start + steps * self.part * self.count)
 
     def reads(self, order: Order) -> Iterator[IndexRead]:
-        """This rank's index batches, each with how many follow, its rows, and the samples of all.
-
-        `order.length` is `total`.
-        """
+        """This rank's index batches, each with how many follow, its rows, and the samples of all."""
         steps = len(self)
         if not steps:
             return
@@ -99,17 +93,21 @@ class Parts:
 
 
 def piece_of(batch_size: int, count: int) -> int:
-    """The samples of one process in a batch that is cut into equal pieces.
-
-    Raises:
-        ValueError: if the batch size is not a multiple of their number.
-    """
+    """The samples of one process in a batch cut into equal pieces; ValueError if it cannot be."""
     if batch_size % count:
         raise ValueError(
             f"split_batches=True cuts each batch into {count} equal pieces, but batch_size={batch_size} is not a multiple of "
             f"{count}. Use batch_size={-(-batch_size // count) * count}, or split_batches=False."
         )
     return batch_size // count
+
+
+def without_length(asked: str, obj: object, counted: str = "samples") -> TypeError:
+    """The error of a number that was asked of something that has no length."""
+    return TypeError(
+        f"{asked} was asked for, but {type(obj).__name__} has no length. Give it a __len__ that returns the number of {counted} "
+        f"over all processes, or iterate without asking."
+    )
 
 
 def check_process(asked: str, num_processes: int, process_index: int) -> None:
@@ -119,3 +117,12 @@ def check_process(asked: str, num_processes: int, process_index: int) -> None:
             f"{asked}(num_processes={num_processes}, process_index={process_index}) names no process: process_index must be at "
             f"least 0 and below num_processes."
         )
+
+
+def recorded(items: Iterable[T], first: list[T], limit: int, kept: Callable[[T], T] = lambda item: item) -> Iterator[T]:
+    """The items; the first of them are also kept."""
+    iterator = iter(items)
+    for item in islice(iterator, limit):
+        first.append(kept(item))
+        yield item
+    yield from iterator

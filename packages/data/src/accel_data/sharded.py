@@ -51,6 +51,7 @@ class Sharded:
     """
 
     handler = DataLoaderConfiguration
+    rng_types: Sequence[str]
 
     def __init__(
         self,
@@ -65,28 +66,10 @@ class Sharded:
         presharded: bool = False,
         uneven: Uneven = "pad",
     ) -> None:
-        options = {
-            "split_batches": split_batches,
-            "even_batches": even_batches,
-            "dispatch_batches": dispatch_batches,
-            "use_seedable_sampler": use_seedable_sampler,
-            "data_seed": data_seed,
-            "non_blocking": non_blocking,
-            "use_stateful_dataloader": use_stateful_dataloader,
-            "presharded": presharded,
-            "uneven": uneven,
-        }
+        given = locals()
+        options = {field.name: given[field.name] for field in fields(self.handler)}
         check_options(type(self).__name__, options)
-        self.split_batches = split_batches
-        self.even_batches = even_batches
-        self.dispatch_batches = dispatch_batches
-        self.use_seedable_sampler = use_seedable_sampler
-        self.data_seed = data_seed
-        self.non_blocking = non_blocking
-        self.use_stateful_dataloader = use_stateful_dataloader
-        self.rng_types = as_rng_types("rng_types", rng_types)
-        self.presharded = presharded
-        self.uneven: Uneven = uneven
+        self.__dict__.update(options, rng_types=as_rng_types("rng_types", rng_types))
 
     @hookimpl
     def prepare_loader(

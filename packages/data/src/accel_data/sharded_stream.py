@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -10,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import BatchSampler
 
 from accel_core import Rows, Shard, World
-from accel_core.api.loader import CountingIterator, Positions, unmatched_message
+from accel_core.api.loader import Positions, unmatched_message
 from accel_data.iterable_source import Fetched, StreamSource, inside
+from accel_data.sample_count import Counting
 from accel_data.shard_arithmetic import piece_of
 from accel_data.uneven_streams import even_ends
 from accel_data.worker_streams import Counted, CountedCollate, ShardedStream, WorkerStart
@@ -42,34 +42,8 @@ def sharing_stream(loader: DataLoader[Any], request: Request) -> dict[str, Any]:
     return attributes
 
 
-class Arriving(CountingIterator):
-    """torch's iterator over counted batches, for a loader class that may look at the batches."""
-
-    def __init__(self, inner: Any) -> None:
-        super().__init__(inner)
-        self.arrived: deque[Counted] = deque()
-
-    def __next__(self) -> Any:
-        counted: Counted = super().__next__()
-        self.arrived.append(counted)
-        return counted.batch
-
-    def _reset(self, *arguments: Any, **options: Any) -> None:
-        self.arrived.clear()
-        super()._reset(*arguments, **options)
-
-
 class SharedStreamSource(StreamSource):
-    """The part of one rank of an iterable dataset that all ranks read.
-
-    Args:
-        loader: the user's.
-        request: what was asked for.
-
-    Attributes:
-        stream: what stands in the place of the user's dataset.
-        arrived: what torch's latest iterator has delivered.
-    """
+    """The part of one rank of an iterable dataset that all ranks read, as `stream`."""
 
     inherits_state = False  # it would be that of one rank's part
 
@@ -79,7 +53,6 @@ class SharedStreamSource(StreamSource):
         self.uneven: Uneven = options.uneven
         self.presharded = options.presharded
         self.split_batches = options.split_batches
-        self.arrived: deque[Counted] = deque()
         self._group = request.group
         shard = Shard(0, 1) if self.presharded else self.shard
         self.stream = ShardedStream(loader.dataset, shard, self._part(), self.drop_last, fill=True)
@@ -183,15 +156,15 @@ class SharedStreamSource(StreamSource):
         self, batches: Iterable[Any], behind: list[int] | None, stateful: Stateful | None
     ) -> Iterator[Fetched]:
         """The batches that are kept, each with its rows and the samples of all ranks."""
-        arrived = batches.arrived if isinstance(batches, Arriving) else None
+        delivered = batches.delivered if isinstance(batches, Counting) else None
         lanes = Lanes(behind, type(self.stream.dataset).__name__)
         constant = {"ranks": self.shard.count} if self.presharded else {}
         for batch in batches:
-            if arrived is None:  # the user's class has made torch's iterator only now
-                arrived = self.arrived
-            if not arrived:
+            if delivered is None:  # the user's class has made torch's iterator only now
+                delivered = self.delivered
+            if not delivered:
                 raise RuntimeError(unmatched_message("more batches than"))
-            counted = arrived.popleft()
+            counted = delivered.popleft()
             positions = self._positions(counted, lanes.read)
             if lanes.advance(counted.mark):
                 extras = {**constant, **lanes.extras(), **inside(stateful)}
@@ -209,10 +182,7 @@ class SharedStreamSource(StreamSource):
 class Lanes:
     """The progress of each stream of a dataset that splits itself over workers, or of its only one.
 
-    Args:
-        behind: for each of them, how many samples are left out because a position was loaded; None:
-            nothing is.
-        dataset: the name of its class, for messages.
+    `behind`: for each, how many samples a loaded position leaves out; `dataset`: for messages.
     """
 
     def __init__(self, behind: list[int] | None, dataset: str) -> None:
@@ -232,9 +202,7 @@ class Lanes:
     def advance(self, mark: Mark) -> bool:
         """A batch has come. Returns whether it is not left out.
 
-        Raises:
-            ValueError: if the position belongs to another number of lanes, or lies inside the
-                batch.
+        Raises ValueError if the position has another number of lanes, or lies inside the batch.
         """
         if not self._read:
             self._begin(mark.lanes)

@@ -20,11 +20,7 @@ T = TypeVar("T")
 
 
 class PrivateStreams:
-    """Seeds the CPU's global streams inside a `with` block; afterwards they are where they were.
-
-    Args:
-        seed: where the private streams begin; each block goes on where the last one stopped.
-    """
+    """Seeds the CPU's global streams in `with` blocks; each goes on where the last stopped."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from accel_core.api.component import broadcast_object, collective, flatten, gather_objects
 from accel_core.api.loader import looked_ahead
+from accel_data.batch_scatter import message_device
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -44,23 +45,15 @@ def even_ends(
 
     Advancing is a collective of the group, except for "join" and where the group has one rank.
     Ranks that leave the loop early do so at the same batch, and closing the iterator waits for what
-    has been sent.
+    has been sent. RuntimeError is raised if the dataset of another rank raised.
 
     Args:
-        batches: of this rank. It is asked for `ahead` + 1 batches beyond the one that is handed
-            out.
+        batches: of this rank, asked for `ahead` + 1 batches beyond the one that is handed out.
         policy: "pad": all go on until the last rank has ended; one that ended before repeats its
             first batches, which are not real, or one of another rank if it never had any. "stop":
-            all end with the first; what the others have left is not read. "join": each ends by
-            itself, and nothing is agreed.
-        world: the processes.
-        group: the ranks that take part; None: all.
-        ahead: from how many batches before the end on the number of those that follow is exact, for
-            all ranks together, but for each alone under "join"; before that it is `ahead`. At least
-            1.
-
-    Raises:
-        RuntimeError: if the dataset of another rank raised; that rank raises its own exception.
+            all end with the first. "join": each ends by itself, and nothing is agreed.
+        ahead: how many batches before the end the number of those that follow is exact, for all
+            ranks together, but for each alone under "join"; before, it is `ahead`. At least 1.
     """
     channel = world.channel(group) if world.size > 1 else None
     if policy == "join" or channel is None or channel.size == 1:
@@ -69,12 +62,7 @@ def even_ends(
 
 
 class _Ends(Generic[T]):
-    """One rank's batches, with some fetched ahead.
-
-    Args:
-        batches: where they come from.
-        ahead: how many are held beyond the next one.
-    """
+    """One rank's batches, with `ahead` fetched beyond the next one."""
 
     def __init__(self, batches: Iterable[T], ahead: int) -> None:
         self._batches = iter(batches)
@@ -132,7 +120,6 @@ class _Ends(Generic[T]):
         return _renewed(batch), False
 
     def _borrow(self, held: list[int], world: World, group: ProcessGroup | None) -> None:
-        """Gives a batch to those that have none."""
         source = next(rank for rank, count in enumerate(held) if count)
         mine = self._held[0] if self._held else None
         borrowed = broadcast_object(mine, world, source, group)
@@ -154,17 +141,11 @@ class _Ends(Generic[T]):
 
 
 class _Agreement:
-    """One number of each rank to all, without waiting: `send`, later `receive`, in the same order.
-
-    Args:
-        channel: of the ranks. The numbers travel on the CPU where its group can, for a device would
-            have to finish its work first.
-    """
+    """One number of each rank to all, without waiting: `send`, later `receive`, in one order."""
 
     def __init__(self, channel: Channel) -> None:
         self._group = channel.group
-        on_cpu = "cpu:" in dist.get_backend_config(channel.group)
-        device = torch.device("cpu") if on_cpu else channel.device
+        device = message_device(channel)
         with torch.inference_mode(False):  # else a buffer born in inference mode could not be written outside of it
             self._sent = torch.zeros(1, dtype=torch.int64, device=device)
             self._received = torch.zeros(channel.size, dtype=torch.int64, device=device)

@@ -30,6 +30,7 @@ from accel_core import Rows
 from accel_core.api.loader import length_of
 from accel_data.iterable import Piece, Steps, asked
 from accel_data.loader_state import tell_epoch
+from accel_data.shard_arithmetic import without_length
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -40,14 +41,10 @@ _TELLING = frozenset({"id", "num_workers"})
 
 
 class Mark(NamedTuple):
-    """The position of a batch in the stream.
+    """The position of a batch: in `lane` of the `lanes` that the dataset has split itself into.
 
-    Attributes:
-        lanes: into how many streams the dataset has split itself; 1 if there is one stream.
-        lane: which of them the batch comes from.
-        read: how many samples of the lane all ranks have read with this batch.
-        skipped: how many samples of the lane were left out as asked. A dataset that splits itself
-            leaves out none: whoever receives its batches has to.
+    All ranks have `read` so many samples of the lane with this batch, of which `skipped` were left
+    out as asked; a dataset that splits itself leaves out none: whoever receives its batches has to.
     """
 
     lanes: int
@@ -65,13 +62,9 @@ class Element(NamedTuple):
 
 
 class Counted(NamedTuple):
-    """A batch as it arrives in the main process.
+    """A batch in the main process, how many samples it has and are real, and where it stands.
 
-    Attributes:
-        batch: what the collate function made.
-        rows: its samples, and how many are real. Without batches (`batch_size=None`) None, and
-            `Rows(None, 0)` for one that fills up.
-        mark: where it stands.
+    Where the dataset makes the batches, rows are None, and `Rows(None, 0)` of one that fills up.
     """
 
     batch: Any
@@ -79,42 +72,64 @@ class Counted(NamedTuple):
     mark: Mark
 
 
-class ShardedStream(IterableDataset[Element]):
+class StandIn(IterableDataset[Any]):
+    """Stands for the user's iterable dataset in a prepared loader, with the same attributes."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self.watched: WatchedInfo | None = None  # in a worker
+        self.splits_itself = False
+        self._plan = _Plan()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Passes the epoch on to the dataset, if it takes it, here and in running workers."""
+        self._plan.write(epoch=epoch)
+        tell_epoch(epoch, self.dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset" or name.startswith("__"):  # a copy that is being made has no attributes yet
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+
+class ToldStream(StandIn):
+    """Tells the epoch to workers that go on from one to the next: their dataset is a copy."""
+
+    def __iter__(self) -> Iterator[Any]:
+        plan = self._plan.read()
+        if get_worker_info() is not None and "epoch" in plan:
+            tell_epoch(plan["epoch"], self.dataset)
+        return iter(self.dataset)
+
+
+def telling(loader: DataLoader[Any]) -> dict[str, Any]:
+    """The attributes with which a copy of `loader` tells its workers the epoch; {} if none does."""
+    if not loader.persistent_workers or not callable(getattr(loader.dataset, "set_epoch", None)):
+        return {}
+    return {"dataset": ToldStream(loader.dataset), "worker_init_fn": WorkerStart(loader.worker_init_fn)}
+
+
+class ShardedStream(StandIn):
     """Stands for the user's iterable dataset in a prepared loader; yields one rank's elements.
 
     The loader's batch size has to be `part`, its collate function a `CountedCollate`, its
-    `worker_init_fn` a `WorkerStart`. Other attributes are those of the dataset, which is not
-    changed.
-
-    Args:
-        dataset: the user's. Every rank must see the same stream, or the same lanes.
-        shard: which part of each step is read here.
-        part: samples of one rank in a step; 1 if the elements of the dataset are batches already.
-        drop_last: leaves out an incomplete last step of each lane.
-        fill: fills it up from the first samples of the lane, marked as not real. Otherwise it is
-            left as it is.
-        skip: how many samples of the stream the next iteration leaves out.
+    `worker_init_fn` a `WorkerStart`. Every rank must see the same stream, or the same lanes. An
+    incomplete last step of each is dropped, or filled from its first samples, or left as it is.
     """
 
     def __init__(self, dataset: Any, shard: Shard, part: int, drop_last: bool, fill: bool, skip: int = 0) -> None:
-        self.dataset = dataset
+        super().__init__(dataset)
         self.shard = shard
         self.part = part
         self.drop_last = drop_last
-        self.watched: WatchedInfo | None = None  # in a worker
-        self.splits_itself = False
         self._resumed = False  # in a worker that has iterated before
-        self._plan = _Plan()
         self.begin(skip=skip, fill=fill)
 
     def begin(self, *, skip: int = 0, fill: bool = True, read: int = 0) -> None:
         """Says how the next iteration goes, also to workers that are already running.
 
-        Args:
-            skip: how many samples of the stream it leaves out.
-            fill: whether it fills up an incomplete last step.
-            read: how many samples lie before the stream, because the dataset itself goes on from a
-                state.
+        `skip` samples of the stream are left out; `read` lie before it, as the dataset itself goes
+        on from a state; `fill`: whether an incomplete last step is filled.
         """
         self._plan.write(skip=skip, fill=int(fill), read=read)
 
@@ -123,23 +138,11 @@ class ShardedStream(IterableDataset[Element]):
         """The number of samples before the stream, as the dataset itself resumes from a state."""
         return self._plan.given["read"]
 
-    def set_epoch(self, epoch: int) -> None:
-        """Passes the epoch on to the dataset, if it takes it, here and in running workers."""
-        self._plan.write(epoch=epoch)
-        tell_epoch(epoch, self.dataset)
-
     def __len__(self) -> int:
-        """The number of this rank's samples of the whole stream, including those that fill up.
-
-        Raises:
-            TypeError: if the dataset has no length.
-        """
+        """The number of this rank's samples, filling up included; TypeError if not known."""
         total = length_of(self.dataset)
         if total is None:
-            raise TypeError(
-                f"The number of samples was asked for, but {type(self.dataset).__name__} is an IterableDataset without a "
-                f"length. Give it a __len__ that returns the number of samples, or iterate without asking."
-            )
+            raise without_length("The number of samples", self.dataset)
         return self._steps(self._plan.given).length(total)
 
     def __iter__(self) -> Iterator[Element]:
@@ -154,11 +157,6 @@ class ShardedStream(IterableDataset[Element]):
             tell_epoch(plan["epoch"], self.dataset)
         self._resumed = True
         return self._in_worker(asked(iter(self.dataset)), plan, watched)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "dataset" or name.startswith("__"):  # a copy that is being made has no attributes yet
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
 
     def _steps(self, plan: dict[str, int]) -> Steps:
         shard = self.shard
@@ -200,11 +198,7 @@ class ShardedStream(IterableDataset[Element]):
 
 
 class CountedCollate:
-    """The collate function of a loader over a `ShardedStream`.
-
-    Args:
-        collate_fn: the user's, or torch's.
-    """
+    """The collate function of a loader over a `ShardedStream`."""
 
     def __init__(self, collate_fn: Callable[[Any], Any]) -> None:
         self.collate_fn = collate_fn
@@ -219,11 +213,7 @@ class CountedCollate:
 
 
 class WorkerStart:
-    """The `worker_init_fn` of a loader over a `ShardedStream`: the user's, given its dataset.
-
-    Args:
-        worker_init_fn: the user's, or None.
-    """
+    """The `worker_init_fn` of a loader over a `StandIn`: the user's, shown its dataset."""
 
     def __init__(self, worker_init_fn: Callable[[int], Any] | None) -> None:
         self.worker_init_fn = worker_init_fn
@@ -233,7 +223,7 @@ class WorkerStart:
         info = get_worker_info()
         assert info is not None
         stream = info.dataset
-        assert isinstance(stream, ShardedStream)
+        assert isinstance(stream, StandIn)
         stream.watched = watched = watch(info, stream.dataset)
         if self.worker_init_fn is None:
             return
@@ -245,11 +235,9 @@ class WorkerStart:
 
 
 class WatchedInfo(torch_worker.WorkerInfo):
-    """The result of `get_worker_info` in a worker of ours: it records which attributes are read.
+    """The result of `get_worker_info` in a worker of ours: `asked` are attributes that were read.
 
-    Attributes:
-        asked: the names that were read.
-        place: which worker this is, and of how many; reading it is not noted.
+    `place` is which worker this is, and of how many; reading it is not noted.
     """
 
     __slots__ = ("asked", "place")
@@ -282,13 +270,10 @@ def watch(info: torch_worker.WorkerInfo, dataset: Any) -> WatchedInfo:
 
 
 def refuse_datapipe(loader: DataLoader[Any]) -> None:
-    """Raises if the dataset of a loader is a datapipe, in a world larger than one.
+    """Raises `ValueError` for an `IterDataPipe`, in a world larger than one.
 
     torch's `DataLoader` makes a process group when it iterates one, and its workers share it out
     among the ranks.
-
-    Raises:
-        ValueError: for an `IterDataPipe`.
     """
     dataset = loader.dataset
     if isinstance(dataset, IterDataPipe):

@@ -75,13 +75,7 @@ class CountingPassage(Passage):
 
 
 class Window:
-    """The micro-batches of one call of `forward_backward`, which draws them one ahead.
-
-    Args:
-        feed: one that counts.
-        micro_batches: what the user gave.
-        inputs: the function that is called with each of them, in order, before the model is.
-    """
+    """The micro-batches of one call of `forward_backward`, which draws them one ahead."""
 
     def __init__(self, feed: Feed, micro_batches: Iterable[Any], inputs: Callable[[Any], Any]) -> None:
         self._feed = feed

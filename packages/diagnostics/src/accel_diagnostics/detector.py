@@ -48,17 +48,9 @@ KEPT_FORWARDS = 64
 class NonFiniteDetector:
     """Watches the models and backwards of one Accelerator.
 
-    Args:
-        world: the processes.
-        feed: where the loaders are.
-        prepared: whose gradients are looked at.
-        strategy: which distributes.
-        relay: the bound hooks, which it puts itself around.
-        owners: who owns each hook. Where losses are scaled, gradients may overflow.
-
-    Raises:
-        ValueError: if the strategy runs windows by itself, or does not say that each rank holds the
-            whole model.
+    It puts itself around the hooks of `relay`, of which `owners` says who owns each: where losses
+    are scaled, gradients may overflow. ValueError is raised for a strategy that runs windows by
+    itself, or whose ranks do not hold whole models.
     """
 
     def __init__(
@@ -102,9 +94,7 @@ class NonFiniteDetector:
     def watch(self, model: nn.Module) -> None:
         """Begins to record the forwards of a model in training mode with gradients enabled.
 
-        Args:
-            model: the user's, inside a wrapper if there is one: it is called again without the
-                strategy's collectives.
+        It is the one inside a wrapper: it is called again without the strategy's collectives.
         """
         if not any(watcher.watches(model) for watcher in self._watchers):
             self._watchers.append(Watcher(self, model))
@@ -151,10 +141,10 @@ class NonFiniteDetector:
         return self._scale_loss(loss)
 
     def backward(self, loss: torch.Tensor, weight: float, closes: bool, options: dict[str, Any]) -> None:
-        """The hook. Collective over the world when it closes a window.
+        """The hook. A collective over the world when it closes a window.
 
-        Raises:
-            NonFiniteError: on every rank, if a loss or gradient of the window is not finite on any.
+        Then NonFiniteError is raised on every rank if a loss or gradient of it is not finite on
+        any.
         """
         self.in_backward = True
         try:
@@ -171,7 +161,6 @@ class NonFiniteDetector:
         return self._optimizer_step(optimizer, step)
 
     def _settle(self) -> None:
-        """The window has closed."""
         gradients = [] if self._scaled else list(self._gradients())
         flags = [*self._finite.values(), *_finite_flags([gradient for _, gradient in gradients])]
         device = self._world.device

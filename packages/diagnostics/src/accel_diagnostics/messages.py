@@ -50,13 +50,8 @@ def describe(finding: Finding) -> str:
 
 
 def _what(finding: Finding) -> str:
-    module = "no module"
-    if finding.module is not None:
-        module = (
-            f"module {finding.module!r} ({finding.module_class})"
-            if finding.module
-            else f"the model ({finding.module_class})"
-        )
+    module = f"module {finding.module!r}" if finding.module else "the model"
+    module = "no module" if finding.module is None else f"{module} ({finding.module_class})"
     note = f", {finding.note}" if finding.note else ""
     if finding.kind == "input":
         passed = "" if finding.module is None else f", and {module} is the first whose output is not"

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -28,38 +28,23 @@ Named = tuple[str, torch.Tensor]
 
 @dataclass(eq=False)
 class Forward:
-    """One forward of a watched model.
-
-    Attributes:
-        model: the user's.
-        args, kwargs: what it was called with.
-        versions: of the input tensors; another one later means that they were changed in place.
-        streams: the random streams before it.
-        buffers: before it.
-        autocast: enabled, dtype, and whether casts of weights are kept.
-        turn: how many backwards had run before it, in this process.
-        window: how many windows had closed.
-        drawn: the batches that were being used.
-        finite: whether its outputs were, 0-d on the device; None until it has ended.
-        gradients: by turn, what arrived at its floating outputs, by their number.
-        handles: hooks on its outputs.
-        graphs: refers to each of these hooks, which live as long as the graph behind an output.
-    """
+    """One forward of a watched model."""
 
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    versions: list[int]
-    streams: Streams
+    versions: list[int]  # of the input tensors; another one later means that they were changed in place
+    streams: Streams  # before it, as the buffers
     buffers: Buffers
-    autocast: tuple[bool, torch.dtype, bool]
-    turn: int = 0
-    window: int = 0
-    drawn: list[tuple[Drawn, Rows | None]] = field(default_factory=list)
-    finite: torch.Tensor | None = None
+    autocast: tuple[bool, torch.dtype, bool]  # enabled, dtype, and whether casts of weights are kept
+    turn: int = 0  # how many backwards had run before it, in this process
+    window: int = 0  # how many windows had closed
+    drawn: list[tuple[Drawn, Rows | None]] = field(default_factory=list)  # the batches that were being used
+    finite: torch.Tensor | None = None  # whether its outputs were, 0-d on the device; None until it has ended
+    # By turn, what arrived at its floating outputs, by their number.
     gradients: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)
-    handles: list[Any] = field(default_factory=list)
-    graphs: list[weakref.ref[Any]] = field(default_factory=list)
+    handles: list[Any] = field(default_factory=list)  # hooks on its outputs
+    graphs: list[weakref.ref[Any]] = field(default_factory=list)  # these hooks, which live as long as the graphs
 
     @property
     def has_lost_graph(self) -> bool:
@@ -73,12 +58,7 @@ class Forward:
 
 
 class Watcher:
-    """The hooks on one model. A copy or pickle of the model takes along one that does nothing.
-
-    Args:
-        detector: told of each forward; not kept alive.
-        model: the user's.
-    """
+    """The hooks on one model. A copy or pickle of the model takes along one that does nothing."""
 
     def __init__(self, detector: NonFiniteDetector | None = None, model: nn.Module | None = None) -> None:
         self._detector = None if detector is None else weakref.ref(detector)
@@ -91,10 +71,8 @@ class Watcher:
         if model is not None and model._compiled_call_impl is not None:
             self._stand_around(model)
         elif model is not None:
-            self._handles = [
-                model.register_forward_pre_hook(self.before, with_kwargs=True),
-                model.register_forward_hook(self.after, with_kwargs=True),
-            ]
+            before = model.register_forward_pre_hook(self.before, with_kwargs=True)
+            self._handles = [before, model.register_forward_hook(self.after, with_kwargs=True)]
 
     def _stand_around(self, model: nn.Module) -> None:
         """Replaces what calls the compiled code, for hooks would be compiled with the model."""
@@ -134,20 +112,10 @@ class Watcher:
         if detector is None or not (model.training and torch.is_grad_enabled()):
             self._open = None
             return
-        device = detector.device
-        self._open = Forward(
-            model,
-            args,
-            kwargs,
-            versions_of((args, kwargs)),
-            Streams.take(device),
-            Buffers(model, self._changing),
-            (
-                torch.is_autocast_enabled(device.type),
-                torch.get_autocast_dtype(device.type),
-                torch.is_autocast_cache_enabled(),
-            ),
-        )
+        device, kind = detector.device, detector.device.type
+        casts = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled()
+        streams, buffers = Streams.take(device), Buffers(model, self._changing)
+        self._open = Forward(model, args, kwargs, versions_of((args, kwargs)), streams, buffers, casts)
         detector.record(self._open)
 
     def after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:  # noqa: ARG002
@@ -185,54 +153,35 @@ def _keep(forward: weakref.ref[Forward], detector: NonFiniteDetector, number: in
     return arrived
 
 
-class Streams:
-    """The states of the random streams from which a forward may draw.
+class Streams(NamedTuple):
+    """The states of the random streams from which a forward may draw."""
 
-    Args:
-        python: that of the module `random`.
-        numpy: that of NumPy, if the process has imported it.
-        cpu: torch's on the CPU.
-        device: torch's on the device, and which it is.
-    """
-
-    def __init__(
-        self, python: Any, numpy: Any, cpu: torch.Tensor, device: tuple[torch.device, torch.Tensor] | None
-    ) -> None:
-        self._python = python
-        self._numpy = numpy
-        self._cpu = cpu
-        self._device = device
-        self.place = torch.device("cpu") if device is None else device[0]
+    place: torch.device
+    python: Any
+    numpy: Any  # None if the process has not imported it
+    cpu: torch.Tensor
+    device: torch.Tensor | None  # of the place, if it is no CPU
 
     @classmethod
     def take(cls, device: torch.device) -> Streams:
         """The present states of the random streams."""
         numpy = sys.modules.get("numpy")
-        of_device = None
-        if device.type != "cpu":
-            of_device = (device, torch.get_device_module(device).get_rng_state(device))
-        return cls(
-            random.getstate(), None if numpy is None else numpy.random.get_state(), torch.get_rng_state(), of_device
-        )
+        of_numpy = None if numpy is None else numpy.random.get_state()
+        of_device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+        return cls(device, random.getstate(), of_numpy, torch.get_rng_state(), of_device)
 
     def restore(self) -> None:
         """Puts them back."""
-        random.setstate(self._python)
-        if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
-        torch.set_rng_state(self._cpu)
-        if self._device is not None:
-            device, state = self._device
-            torch.get_device_module(device).set_rng_state(state, device)
+        random.setstate(self.python)
+        if self.numpy is not None:
+            sys.modules["numpy"].random.set_state(self.numpy)
+        torch.set_rng_state(self.cpu)
+        if self.device is not None:
+            torch.get_device_module(self.place).set_rng_state(self.device, self.place)
 
 
 class Buffers:
-    """The buffers of a model at one moment.
-
-    Args:
-        model: whose.
-        changing: the names of those that are copied, because they are changed in place; None: all.
-    """
+    """The buffers of a model at one moment; `changing`: names of those to copy, None: all."""
 
     def __init__(self, model: nn.Module, changing: set[str] | None = None) -> None:
         held = dict(model.named_buffers())

@@ -29,24 +29,15 @@ from accel_diagnostics.tracing import Call, Suspect, Trace, is_dirty, is_finite,
 
 @dataclass(frozen=True)
 class Replay:
-    """The search on one rank.
-
-    Args:
-        rank: which.
-        step: optimizer steps so far.
-        first_turn, last_turn: the backwards of the window, the last one excluded.
-        records: the forwards that were kept, in order.
-        bad_losses: the turns whose loss was not finite.
-        bad_gradients: the names of parameters whose gradients are not finite.
-    """
+    """The search on one rank."""
 
     rank: int
-    step: int
-    first_turn: int
+    step: int  # optimizer steps so far
+    first_turn: int  # the backwards of the window, the last one excluded
     last_turn: int
-    records: Sequence[Forward]
-    bad_losses: set[int]
-    bad_gradients: Sequence[str]
+    records: Sequence[Forward]  # that were kept, in order
+    bad_losses: set[int]  # the turns whose loss was not finite
+    bad_gradients: Sequence[str]  # the names of parameters whose gradients are not finite
 
     def run(self) -> Finding | None:
         """The first value that is not finite; None if this rank's micro-batches are clean."""
@@ -68,11 +59,7 @@ class Replay:
         return self._unseen(self.last_turn - 1, failures) if failures else None
 
     def unseen(self, *reasons: str) -> Finding:
-        """The finding if no rank has found anything.
-
-        Args:
-            reasons: what else explains that.
-        """
+        """The finding if no rank has found anything; `reasons`: what else explains that."""
         return self._unseen(self.last_turn - 1, ["sums over micro-batches or ranks may overflow", *reasons])
 
     def _forwards(self, turn: int) -> list[Forward]:
@@ -168,16 +155,10 @@ class Replay:
         if record is not None and versions_of((record.args, record.kwargs)) != record.versions:
             note = "; ".join([*filter(None, [note]), "inputs were changed in place after the forward"])
         samples = () if record is None else tuple(sample_ids(drawn, held) for drawn, held in record.drawn)
+        path, module = (None, "") if call is None else (call.path, type(call.module).__name__)
+        name = "" if made is None else made[0]
         finding = Finding(
-            self.rank,
-            kind,
-            None if call is None else call.path,
-            "" if call is None else type(call.module).__name__,
-            "" if made is None else made[0],
-            self.step,
-            turn - self.first_turn,
-            samples=samples,
-            note=note,
+            self.rank, kind, path, module, name, self.step, turn - self.first_turn, samples=samples, note=note
         )
         if call is not None:
             low, high = _finite_range(call.inputs)
@@ -249,17 +230,14 @@ def _broken_state(module: nn.Module, recurse: bool) -> Iterator[Named]:
 
 
 def _finite_range(inputs: Sequence[Named]) -> tuple[float | None, float | None]:
-    low: float | None = None
-    high: float | None = None
+    found: list[float] = []
     for _, tensor in inputs:
         values = tensor.detach()
         values = values.abs() if values.is_complex() else values
         finite = values[torch.isfinite(values)]
         if finite.numel():
-            least, most = finite.min().item(), finite.max().item()
-            low = least if low is None else min(low, least)
-            high = most if high is None else max(high, most)
-    return low, high
+            found += [finite.min().item(), finite.max().item()]
+    return min(found, default=None), max(found, default=None)
 
 
 def _bad_rows(values: torch.Tensor, samples: Sequence[Any]) -> tuple[int, ...] | None:

@@ -25,23 +25,14 @@ from accel_diagnostics.recording import Named, floating
 
 @dataclass
 class Call:
-    """One call of one module, while a forward is repeated.
-
-    Attributes:
-        path: of the module.
-        module: the module.
-        inputs: its floating tensors.
-        parent: the call inside of which it stands.
-        dirty: the first of its inputs that holds a NaN or a positive infinity.
-        suspects: how many places were suspected when it began.
-    """
+    """One call of one module, while a forward is repeated."""
 
     path: str
     module: nn.Module
-    inputs: list[Named]
-    parent: Call | None
-    suspects: int
-    dirty: Named | None = None
+    inputs: list[Named]  # its floating tensors
+    parent: Call | None  # inside of which it stands
+    suspects: int  # how many places were suspected when it began
+    dirty: Named | None = None  # the first of its inputs that holds a NaN or a positive infinity
 
 
 @dataclass
@@ -57,9 +48,7 @@ class Suspect:
 class Trace:
     """The observations of one repeated forward and its backward.
 
-    Args:
-        model: the user's.
-        aliases: whether calls get aliases of their inputs, and gradients are looked at.
+    With `aliases`, calls get aliases of their inputs, and gradients are looked at.
     """
 
     def __init__(self, model: nn.Module, aliases: bool) -> None:

@@ -16,22 +16,9 @@ if TYPE_CHECKING:
     from accel_testing.tracker_suite import TrackerSuite
 
 __all__ = [
-    "CheckpointSuite",
-    "LoaderSuite",
-    "PrecisionSuite",
-    "RankReport",
-    "RanksFailed",
-    "Recorded",
-    "Setting",
-    "StrategySuite",
-    "TrackerSuite",
-    "Written",
-    "assert_dies",
-    "live_objects",
-    "no_leaks",
-    "preload",
-    "run_ranks",
-]
+    "CheckpointSuite", "LoaderSuite", "PrecisionSuite", "RankReport", "RanksFailed", "Recorded", "Setting", "StrategySuite",
+    "TrackerSuite", "Written", "assert_dies", "live_objects", "no_leaks", "preload", "run_ranks",
+]  # fmt: skip
 
 __version__ = "0.1.0"
 

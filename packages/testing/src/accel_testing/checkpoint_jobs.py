@@ -50,22 +50,13 @@ CheckpointJob = Callable[[CheckpointSubject], Any]
 
 @dataclass(frozen=True)
 class Moment:
-    """The state of a run at one moment.
+    """The state of a run at one moment."""
 
-    Args:
-        state: of the model, without the buffer; empty where the strategy gives it to the main
-            process only.
-        noted: the buffer of this rank.
-        rates: the learning rate of each group, and that of which the scheduler knows.
-        random: drawn from torch's stream.
-        tied: whether the tied parameters are one.
-    """
-
-    state: State
-    noted: float
-    rates: list[float]
-    random: list[float]
-    tied: bool
+    state: State  # of the model, without the buffer; empty where the main process alone gets it
+    noted: float  # the buffer of this rank
+    rates: list[float]  # the learning rate of each group, and that of which the scheduler knows
+    random: list[float]  # drawn from torch's stream
+    tied: bool  # whether the tied parameters are one
 
 
 @dataclass(frozen=True)
@@ -112,15 +103,7 @@ def momentum(model: nn.Module, rate: float) -> Optimizer:
 
 
 class Session:
-    """A prepared student with its optimizer and scheduler.
-
-    Args:
-        subject: the strategy.
-        seed: of the weights.
-        rate: at which it begins to learn.
-        make: makes the optimizer.
-        steps: micro-batches in a window of accumulation.
-    """
+    """A prepared student with its optimizer and scheduler."""
 
     def __init__(
         self,

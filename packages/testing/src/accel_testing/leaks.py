@@ -44,21 +44,13 @@ _OF_MULTIPROCESSING = (b"multiprocessing.forkserver", b"multiprocessing.resource
 
 @contextmanager
 def no_leaks(*, rng: bool = False, grace: float = 1.0) -> Iterator[None]:
-    """Fails if the body changes the state of the process.
+    """Fails if the body changes the state of the process, unless it raises.
 
     Watched: environment variables, signal handlers, the root logger, the default dtype, gradient
     mode and determinism of torch, the working directory, torch's default process group, living
-    threads and child processes. The server of `run_ranks` is not a leak, for it serves all later
-    calls.
-
-    Args:
-        rng: watch the states of the random generators as well: Python's, torch's, and NumPy's if it
-            is imported.
-        grace: seconds that threads and processes which are about to end have to do so.
-
-    Raises:
-        AssertionError: naming each thing, what it was and what it is. Not when the body itself
-            raises.
+    threads and child processes (but the server of `run_ranks`), which have `grace` seconds to end.
+    `rng`: the states of the random generators of Python, torch, and NumPy if it is imported, too.
+    AssertionError names each thing, what it was and what it is.
     """
     before, running = _settings(rng), _running()
     yield

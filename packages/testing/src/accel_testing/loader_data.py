@@ -26,13 +26,7 @@ BROKEN = 5
 
 @dataclass(frozen=True)
 class Case:
-    """The size of a dataset, and the options of the loader that reads it.
-
-    Args:
-        samples: in the dataset.
-        batch: the batch size of the loader.
-        drop_last: leave out an incomplete last batch.
-    """
+    """The size of a dataset, and the options of the loader that reads it."""
 
     samples: int
     batch: int
@@ -50,11 +44,7 @@ CASES = (
 
 
 class Numbers(Dataset[int]):
-    """Sample `i` is the number `i`.
-
-    Args:
-        size: how many there are.
-    """
+    """Sample `i` is the number `i`."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -89,11 +79,7 @@ class Breaking(Numbers):
 
 
 class Counting(IterableDataset[int]):
-    """Yields 0, 1, …, `size` - 1, and does not know how many that is.
-
-    Args:
-        size: how many there are.
-    """
+    """Yields 0, 1, …, `size` - 1, and does not know how many that is."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -103,11 +89,7 @@ class Counting(IterableDataset[int]):
 
 
 class GrowingBatches:
-    """A user's batch sampler: batches of 1, 2, 3, 1, 2, 3, … samples, and no `batch_size`.
-
-    Args:
-        size: how many samples there are.
-    """
+    """A user's batch sampler: batches of 1, 2, 3, 1, 2, 3, … samples, and no `batch_size`."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -123,13 +105,7 @@ class GrowingBatches:
 
 
 class LabelledLoader(DataLoader[Any]):
-    """A loader class of somebody's own, with an attribute and a method.
-
-    Args:
-        dataset: what is read.
-        label: the attribute.
-        kwargs: of the `DataLoader`.
-    """
+    """A loader class of somebody's own, with an attribute and a method."""
 
     def __init__(self, dataset: Dataset[Any], label: str, **kwargs: Any) -> None:
         super().__init__(dataset, **kwargs)

@@ -14,6 +14,7 @@ import pickle
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from accel_core import World, set_seed
 from accel_core.api.component import gather_objects
 from accel_testing import loader_data as data
-from accel_testing.shared_launch import Raised, Subject
+from accel_testing.shared_launch import Raised, Subject, tried
 
 if TYPE_CHECKING:
     from accel_core import Accelerator, Strategy
@@ -39,11 +40,7 @@ STOPS = ("before anything", "after 1 batch", "after 2 batches", "after the last 
 
 @dataclass(frozen=True)
 class LoaderSubject(Subject):
-    """The loader component that is examined.
-
-    Args:
-        loader: a name, or what makes one without arguments; it is pickled by its name.
-    """
+    """The loader component: a name, or what makes one without arguments, pickled by its name."""
 
     loader: str | Callable[[], object] = ""
 
@@ -76,14 +73,7 @@ class Reading(NamedTuple):
 
 
 class Shuffled:
-    """A shuffled loader in a run of its own, read by all ranks together.
-
-    Args:
-        subject: the loader component.
-        strategy: None: the ranks divide the data.
-        seed: of the run.
-        options: of the user's loader.
-    """
+    """A shuffled loader in a run of its own; without a strategy, the ranks divide the data."""
 
     def __init__(
         self,
@@ -108,10 +98,7 @@ class Shuffled:
         return [counted(self.accelerator, batch) for batch in self.loader]
 
     def left_after(self, batches: int) -> tuple[list[int], dict[str, Any]]:
-        """Leaves an iteration after so many batches; returns what was counted, and the position.
-
-        With 0, none is begun.
-        """
+        """What was counted in an iteration left after so many batches, and the position."""
         found: list[int] = []
         if not batches:
             return found, self.loader.state_dict()
@@ -368,11 +355,7 @@ def foreign_state(subject: LoaderSubject) -> list[Raised | None]:
     """The error for the state of another dataset's loader, or None, as the only element."""
     _, state = Shuffled(subject, samples=24 * subject.ranks).left_after(1)
     other = Shuffled(subject)
-    try:
-        other.loader.load_state_dict(state)
-    except Exception as error:  # noqa: BLE001  (whatever it is, is the fact)
-        return [Raised.by(error)]
-    return [None]
+    return [tried(partial(other.loader.load_state_dict, state))]
 
 
 def prepared_again(subject: LoaderSubject) -> tuple[bool, Raised | None]:
@@ -382,11 +365,8 @@ def prepared_again(subject: LoaderSubject) -> tuple[bool, Raised | None]:
     same = accelerator.prepare(loader) is loader
     other = subject.reading()
     other.prepare(DataLoader(data.Numbers(8), batch_size=4))  # the first one learns the seed of the run
-    try:
-        other.prepare(loader)
-    except Exception as error:  # noqa: BLE001  (whatever it is, is the fact)
-        return same, Raised.by(error)
-    return same, None
+    raised = tried(partial(other.prepare, loader))
+    return same, raised if isinstance(raised, Raised) else None
 
 
 def copies(subject: LoaderSubject) -> dict[str, tuple[Any, list[list[int]]]]:
@@ -398,12 +378,8 @@ def copies(subject: LoaderSubject) -> dict[str, tuple[Any, list[list[int]]]]:
     found: dict[str, tuple[Any, list[list[int]]]] = {}
     for way, make in made.items():
         loader = Shuffled(subject).loader
-        try:
-            twin = make(loader)
-        except Exception as error:  # noqa: BLE001  (whatever it is, is the fact)
-            found[way] = (Raised.by(error), local(loader))
-            continue
-        found[way] = (local(twin), local(loader))
+        twin = tried(partial(make, loader))
+        found[way] = (twin if isinstance(twin, Raised) else local(twin), local(loader))
     return found
 
 
@@ -439,24 +415,7 @@ def broken(subject: LoaderSubject) -> tuple[list[list[int]], Raised | None]:
 LoaderJob = Callable[[LoaderSubject], Any]
 
 JOBS: Sequence[LoaderJob] = (
-    sequences,
-    singles,
-    sequences_in_teams,
-    orders,
-    orders_in_teams,
-    structures,
-    belongings,
-    surroundings,
-    windows,
-    growing,
-    workers,
-    resumptions,
-    resumption_with_workers,
-    carried_states,
-    foreign_state,
-    prepared_again,
-    copies,
-    released,
-    streams,
-    broken,
-)
+    sequences, singles, sequences_in_teams, orders, orders_in_teams, structures, belongings, surroundings, windows,
+    growing, workers, resumptions, resumption_with_workers, carried_states, foreign_state, prepared_again, copies,
+    released, streams, broken,
+)  # fmt: skip

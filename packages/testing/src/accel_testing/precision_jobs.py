@@ -7,11 +7,10 @@ which hook, and the factor by which a loss is scaled.
 
 from __future__ import annotations
 
-import gc
 import pickle
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,8 +34,8 @@ from accel_testing.precision_observations import (
     Trained,
     Unscaled,
 )
-from accel_testing.shared_launch import Raised, Subject
-from accel_testing.strategy_jobs import fed, gradients_of, state_of
+from accel_testing.shared_launch import Raised, Subject, left_alive, tried
+from accel_testing.strategy_jobs import fed, fits, gradients_of, state_of, whole
 
 if TYPE_CHECKING:
     from accel_core import Accelerator
@@ -72,14 +71,7 @@ PrecisionJob = Callable[[PrecisionSubject], Any]
 
 
 class Run:
-    """A prepared model with its optimizer and scheduler, and the steps of a training loop.
-
-    Args:
-        subject: the precision and the strategy.
-        mixed_precision: another precision than the subject's.
-        steps: micro-batches in a window of accumulation.
-        seed: of the weights.
-    """
+    """A prepared model with its optimizer and scheduler, and the steps of a training loop."""
 
     def __init__(
         self,
@@ -152,11 +144,7 @@ class Run:
 def described(subject: PrecisionSubject) -> Description:
     """The precision by itself."""
     first, second = (subject.accelerator()._parts.precision for _ in range(2))
-    try:
-        copied = pickle.loads(pickle.dumps(first)).policy
-    except Exception as error:  # noqa: BLE001  (what it says is the fact)
-        copied = Raised.by(error)
-    return Description(first.policy, second.policy, copied)
+    return Description(first.policy, second.policy, tried(lambda: pickle.loads(pickle.dumps(first)).policy))
 
 
 def observed(subject: PrecisionSubject) -> Observed | Refused:
@@ -194,15 +182,11 @@ def _observe(accelerator: Accelerator, model: nn.Module, x: torch.Tensor, trains
         returned=precision_models.dtypes_of(output),
         parameters={parameter.dtype for parameter in pupil.parameters()},
         gradients={gradient.dtype for gradient in gradients.values()},
-        travelled={dtype for dtype in NARROW if all(_fits(gradient, dtype) for gradient in gradients.values())},
+        travelled={dtype for dtype in NARROW if all(fits(gradient, dtype) for gradient in gradients.values())},
     )
 
 
 NARROW = (torch.bfloat16, torch.float16)
-
-
-def _fits(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    return torch.equal(tensor.to(dtype).to(tensor.dtype), tensor)
 
 
 def trained(subject: PrecisionSubject) -> Trained:
@@ -249,7 +233,7 @@ def clipped(subject: PrecisionSubject) -> Clipped:
     run = Run(subject)
     run.backward(0)
     norm = run.accelerator.clip_grad_norm_(run.model.parameters(), MAX_NORM)
-    return Clipped(run.shard.count, _number(norm), run.gradients())
+    return Clipped(run.shard.count, float(whole(norm)), run.gradients())
 
 
 def unscaled(subject: PrecisionSubject) -> Unscaled:
@@ -326,11 +310,9 @@ def named(subject: PrecisionSubject) -> Named:
     state = list(run.state())
     inner = run.accelerator.unwrap_model(run.model, keep_fp32_wrapper=False)
     parameters = [name for name, _ in inner.named_parameters()]
-    try:
-        copy = pickle.loads(pickle.dumps(inner))
-    except Exception as error:  # noqa: BLE001  (what it says is the fact)
-        return Named(parameters, state, still, Raised.by(error))
-    return Named(parameters, state, still, (type(copy).__name__, list(copy.state_dict())))
+    copy = tried(lambda: pickle.loads(pickle.dumps(inner)))
+    copied = copy if isinstance(copy, Raised) else (type(copy).__name__, list(copy.state_dict()))
+    return Named(parameters, state, still, copied)
 
 
 def _still(subject: PrecisionSubject, order: str) -> list[str]:
@@ -397,7 +379,7 @@ def evaluated(subject: PrecisionSubject) -> tuple[torch.Tensor, dict[str, torch.
     apart = run.accelerator.prepare_model(apart, evaluation_mode=True)
     with torch.no_grad():
         found = {"a trained model in eval()": run.model(x)["logits"], "evaluation_mode=True": apart(x)["logits"]}
-    return _plain(expected), {name: _plain(output) for name, output in found.items()}
+    return whole(expected), {name: whole(output) for name, output in found.items()}
 
 
 def explained(subject: PrecisionSubject) -> Explained:
@@ -426,16 +408,14 @@ def side_by_side(subject: PrecisionSubject) -> SideBySide:
 
 def released(subject: PrecisionSubject) -> list[str]:
     """The names of objects still alive after the end of a run and its last reference."""
-    watched = _ended_run(subject)
-    gc.collect()
-    return [name for name, reference in watched.items() if reference() is not None]
+    return left_alive(partial(_ended_run, subject))
 
 
-def _ended_run(subject: PrecisionSubject) -> Mapping[str, weakref.ref[Any]]:
+def _ended_run(subject: PrecisionSubject) -> dict[str, object]:
     run = Run(subject)
     run.step(0)
     run.accelerator.end_training()
-    objects = {
+    return {
         "the Accelerator": run.accelerator,
         "the precision": run.accelerator._parts.precision,
         "the user's model": run.user_model,
@@ -443,33 +423,11 @@ def _ended_run(subject: PrecisionSubject) -> Mapping[str, weakref.ref[Any]]:
         "a parameter": next(iter(run.user_model.parameters())),
         "the optimizer": run.optimizer,
     }
-    return {name: weakref.ref(value) for name, value in objects.items()}
 
 
-def _number(norm: Any) -> float:
-    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-
-
-def _plain(output: torch.Tensor) -> torch.Tensor:
-    return output.detach().to("cpu", copy=True)
-
-
+# observed: first, for a strategy may refuse.
 JOBS: tuple[PrecisionJob, ...] = (
-    observed,  # first, for a strategy may refuse
-    described,
-    observed_evaluating,
-    trained,
-    accumulated,
-    overflowed,
-    clipped,
-    unscaled,
-    resumed,
-    read_in_full,
-    named,
-    autocast,
-    evaluated,
-    explained,
-    side_by_side,
-    released,
-)
+    observed, described, observed_evaluating, trained, accumulated, overflowed, clipped, unscaled, resumed,
+    read_in_full, named, autocast, evaluated, explained, side_by_side, released,
+)  # fmt: skip
 """The jobs that share a launch: each begins with an Accelerator of its own."""

@@ -77,17 +77,15 @@ def preload(*modules: str) -> None:
 
 @dataclass(frozen=True)
 class RankReport:
-    """The end of one rank: its state, exit code, traceback, stacks and output.
+    """The end of one rank.
 
     Args:
-        rank: which one.
         state: one line: "returned", "raised: ValueError: …", "did not end: killed 60 s after the
             start", "returned, and then failed while exiting: ended by SIGABRT", …
         failed: whether this rank failed by itself, or had to be killed.
         exit_code: of the process; negative numbers are signals.
         traceback: of the exception that its function raised, whole; else empty.
-        stacks: of every thread of a rank that was stuck or crashed, innermost call first; else
-            empty.
+        stacks: of every thread of a rank that was stuck or crashed, innermost call first.
         output: what the rank wrote to stdout and stderr.
     """
 
@@ -110,8 +108,7 @@ class RankReport:
 class RanksFailed(AssertionError):  # noqa: N818  (reads as a statement in a test's report)
     """At least one rank raised, crashed, failed while exiting, or did not end in time.
 
-    Attributes:
-        reports: one `RankReport` per rank, in rank order.
+    `reports` has one `RankReport` per rank, in rank order.
     """
 
     def __init__(self, function: str, reports: list[RankReport]) -> None:
@@ -132,23 +129,18 @@ def run_ranks(
     """Runs `function(*args, **kwargs)` on `world_size` new processes; returns results by rank.
 
     Function, arguments and results are pickled: the function must stand at the level of a module
-    that the ranks can import (they get this process's `sys.path` and working directory). Results of
-    any size are fine; tensors are copied.
+    that the ranks can import (they get this process's `sys.path` and working directory). It may
+    create a process group: `World.current()` and torch find what they need in the environment.
 
     Args:
-        function: what each rank calls. It may create a process group; `World.current()` and
-            `torch.distributed.init_process_group()` find what they need in the environment.
-        world_size: how many ranks, all "local" to one machine.
-        timeout: seconds after which every rank must have returned and exited; those that have not
-            are killed.
+        timeout: seconds after which every rank must have returned and exited; others are killed.
         env: environment variables of all ranks, on top of this process's own and of torchrun's;
             None removes one. Variables that torch reads at import are read once, when the first
             call starts the server.
 
     Raises:
         RanksFailed: with the traceback of each rank that raised and the stacks of each rank that
-            was stuck. When one rank fails, the others have `GRACE` seconds to end before they are
-            killed.
+            was stuck. When one rank fails, the others have `GRACE` seconds to end.
     """
     task = pickle.dumps((function, args, kwargs))
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder, _reserved_port() as port:

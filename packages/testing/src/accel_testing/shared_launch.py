@@ -10,9 +10,11 @@ from __future__ import annotations
 import gc
 import pickle
 import traceback
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
@@ -28,18 +30,11 @@ Factory = Callable[[], "Strategy"]
 
 @dataclass(frozen=True)
 class Subject:
-    """The component under test: a strategy; a subclass has more.
-
-    Args:
-        strategy: a name, or what makes one; it is pickled by its name.
-        cpu: whether it trains on the CPU although there is an accelerator.
-        patience: how long a collective may take, and how long ranks wait for each other after a
-            job.
-    """
+    """The component under test: a strategy (its name, or what makes one); a subclass has more."""
 
     strategy: str | Factory
-    cpu: bool = True
-    patience: timedelta = timedelta(seconds=15)
+    cpu: bool = True  # trains there although there is an accelerator
+    patience: timedelta = timedelta(seconds=15)  # for a collective, and for each other after a job
 
     def accelerator(self, mixed_precision: str | Precision = "no", **options: Any) -> Accelerator:
         """An Accelerator with a strategy of its own."""
@@ -49,17 +44,11 @@ class Subject:
 
 @dataclass(frozen=True)
 class Raised:
-    """A job, or one case of it, ended with an exception.
+    """A job, or one case of it, ended with an exception."""
 
-    Args:
-        kind: name of its class.
-        message: what it says.
-        text: the whole traceback.
-    """
-
-    kind: str
+    kind: str  # name of its class
     message: str
-    text: str
+    text: str  # the whole traceback
 
     @classmethod
     def by(cls, error: Exception) -> Raised:
@@ -68,6 +57,24 @@ class Raised:
 
 
 S = TypeVar("S", bound=Subject)
+T = TypeVar("T")
+
+
+def tried(work: Callable[[], T]) -> T | Raised:
+    """The result of a call, or how it raised: whatever it raises is the fact."""
+    try:
+        return work()
+    except Exception as error:  # noqa: BLE001
+        return Raised.by(error)
+
+
+def left_alive(run: Callable[[], Mapping[str, object]]) -> list[str]:
+    """The names of those objects of a run that outlive it and its last reference."""
+    watched = {name: weakref.ref(value) for name, value in run().items()}
+    gc.collect()
+    return [name for name, reference in watched.items() if reference() is not None]
+
+
 Job = Callable[[Subject], Any]
 
 
@@ -76,15 +83,8 @@ def observe(
 ) -> dict[str, list[Any] | RanksFailed]:
     """Runs jobs on `world` ranks, with as few launches as they allow.
 
-    Args:
-        subject: what every job is called with.
-        jobs: functions at the level of a module.
-        world: the number of ranks.
-        timeout: seconds after which the ranks of one launch are killed.
-
-    Returns:
-        For the name of each job what it returned, or `Raised`, in rank order; or how it broke its
-        launch.
+    Returns for the name of each job, a function at the level of a module, what it returned, or
+    `Raised`, in rank order; or how it broke its launch, which is killed after `timeout` seconds.
     """
     found: dict[str, list[Any] | RanksFailed] = {}
     waiting = list(jobs)
@@ -107,12 +107,11 @@ def observe(
 
 
 def _observe_on_rank(subject: S, jobs: Sequence[Callable[[S], Any]], port: int) -> None:
-    """Runs jobs one after the other on this rank; puts facts, or `Raised`, into the store.
+    """Runs jobs one after the other on this rank; puts facts, or `Raised`, into the test's store.
 
-    That store, which the test hosts, is not the process group's: through it the ranks agree after
-    each job that all have come to its end. One that raises on some ranks only, or hangs, leaves the
-    others in the middle of a collective, and what came next would tell nothing. Then this raises;
-    the facts of the jobs before are in the store.
+    Through it the ranks agree after each job that all have come to its end. One that raises on some
+    ranks only, or hangs, leaves the others in the middle of a collective, and what came next would
+    tell nothing: then this raises, and the facts of the jobs before are in the store.
     """
     world = World.current(cpu=subject.cpu, timeout=subject.patience)
     stay = _Stay()
@@ -120,10 +119,7 @@ def _observe_on_rank(subject: S, jobs: Sequence[Callable[[S], Any]], port: int) 
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=subject.patience)
     for job in jobs:
         store.set(_begun(job), "")
-        try:
-            fact = job(subject)
-        except Exception as error:  # noqa: BLE001  (whatever a job raises is the fact)
-            fact = Raised.by(error)
+        fact = tried(partial(job, subject))
         gc.collect()
         store.set(_key(job, world.rank), pickle.dumps(fact))  # type: ignore[arg-type]  # torch's stub knows str only
         _agree(store, job, world, fact, subject.patience)

@@ -9,10 +9,9 @@ loader for a larger world.
 
 from __future__ import annotations
 
-import gc
 import os
-import weakref
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,21 +24,14 @@ from accel_core.api.component import gather_objects
 from accel_core.api.layouts import Elementwise, GradientState, Partial
 from accel_testing import models
 from accel_testing.models import Gradients, Net, State
-from accel_testing.shared_launch import Job, Raised, Subject
+from accel_testing.shared_launch import Job, Raised, Subject, left_alive
 
 if TYPE_CHECKING:
     from accel_core import Accelerator
 
 
 class Loop:
-    """A prepared model with its optimizer, and the steps of a training loop.
-
-    Args:
-        subject: the strategy.
-        net: makes the model.
-        seed: of its weights.
-        options: of the Accelerator.
-    """
+    """A prepared model with its optimizer, and the steps of a training loop."""
 
     def __init__(self, subject: Subject, net: Callable[[], nn.Module] = Net, seed: int = 0, **options: Any) -> None:
         self.accelerator = subject.accelerator(**options)
@@ -99,7 +91,7 @@ def gradients_of(accelerator: Accelerator, model: nn.Module) -> Gradients:
     for name, terms in state.items():
         for term in terms:
             if isinstance(term, Partial):
-                found[name] = found.get(name, 0) + _whole(term.data)
+                found[name] = found.get(name, 0) + whole(term.data)
     if accelerator._parts.activation.owners["gradient_state"] is not None:
         for name, gradient in _assembled(accelerator, state).items():
             found[name] = found.get(name, 0) + gradient
@@ -109,7 +101,7 @@ def gradients_of(accelerator: Accelerator, model: nn.Module) -> Gradients:
 def _assembled(accelerator: Accelerator, state: GradientState) -> Gradients:
     """The gradients that were sent, from the pieces of all ranks; this rank's have priority."""
     mine = [
-        (name, term.shape, piece.box, _whole(piece.data))
+        (name, term.shape, piece.box, whole(piece.data))
         for name, terms in state.items()
         for term in terms
         if isinstance(term, Elementwise)
@@ -124,10 +116,11 @@ def _assembled(accelerator: Accelerator, state: GradientState) -> Gradients:
 
 def state_of(accelerator: Accelerator, model: nn.Module) -> State:
     """A copy of the state under the user's names; may be empty but on the main process."""
-    return {name: _whole(value) for name, value in accelerator.get_state_dict(model).items()}
+    return {name: whole(value) for name, value in accelerator.get_state_dict(model).items()}
 
 
-def _whole(tensor: Any) -> torch.Tensor:
+def whole(tensor: Any) -> torch.Tensor:
+    """A copy in CPU memory, of a tensor in parts the whole."""
     full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     copy: torch.Tensor = full.detach().to("cpu", copy=True)
     return copy
@@ -348,7 +341,7 @@ def clipped(subject: Subject) -> tuple[int, dict[str, tuple[float, Gradients]]]:
         elif choice == "a generator":
             chosen = (parameter for parameter in loop.model.parameters())
         norm = loop.accelerator.clip_grad_norm_(chosen, MAX_NORM)
-        found[choice] = float(_whole(norm)), loop.gradients()
+        found[choice] = float(whole(norm)), loop.gradients()
     return loop.shard.count, found
 
 
@@ -391,8 +384,8 @@ def evaluated(subject: Subject) -> dict[str, torch.Tensor | None]:
     x = x.to(accelerator.device)
     with torch.no_grad():
         return {
-            "frozen": _whole(frozen(x)),
-            "evaluation_mode=True": _whole(only_evaluated(x)) if accelerator.is_main_process else None,
+            "frozen": whole(frozen(x)),
+            "evaluation_mode=True": whole(only_evaluated(x)) if accelerator.is_main_process else None,
         }
 
 
@@ -470,7 +463,7 @@ def _dtypes(subject: Subject, policy: PrecisionPolicy) -> dict[str, torch.dtype]
     output = loop.model(x, torch.arange(len(x), device=x.device))
     loop.accelerator.backward(F.mse_loss(output.float(), y))
     probe: Any = loop.accelerator.unwrap_model(loop.model)
-    travelled = [gradient for gradient in loop.gradients().values() if not _fits(gradient, torch.bfloat16)]
+    travelled = [gradient for gradient in loop.gradients().values() if not fits(gradient, torch.bfloat16)]
     return {
         **probe.seen,
         "output": output.dtype,
@@ -479,22 +472,21 @@ def _dtypes(subject: Subject, policy: PrecisionPolicy) -> dict[str, torch.dtype]
     }
 
 
-def _fits(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+def fits(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether a dtype holds all numbers of a tensor exactly."""
     return torch.equal(tensor.to(dtype).to(tensor.dtype), tensor)
 
 
 def released(subject: Subject) -> list[str]:
     """The names of objects still alive after the end of a run and its last reference."""
-    watched = _ended_run(subject)
-    gc.collect()
-    return [name for name, reference in watched.items() if reference() is not None]
+    return left_alive(partial(_ended_run, subject))
 
 
-def _ended_run(subject: Subject) -> dict[str, weakref.ref[Any]]:
+def _ended_run(subject: Subject) -> dict[str, object]:
     loop = Loop(subject)
     loop.train(2)
     loop.accelerator.end_training()
-    objects = {
+    return {
         "the Accelerator": loop.accelerator,
         "the strategy": loop.accelerator._parts.strategy,
         "the user's model": loop.user_model,
@@ -502,7 +494,6 @@ def _ended_run(subject: Subject) -> dict[str, weakref.ref[Any]]:
         "a parameter": next(loop.user_model.parameters()),
         "the optimizer": loop.optimizer,
     }
-    return {name: weakref.ref(value) for name, value in objects.items()}
 
 
 _ALIVE: list[Loop] = []
@@ -515,30 +506,10 @@ def left_open(subject: Subject) -> None:
     _ALIVE.append(loop)
 
 
+# surroundings: before another job has changed what it looks at.
 JOBS: tuple[Job, ...] = (
-    surroundings,  # before another job has changed what it looks at
-    layout,
-    start,
-    two_backwards,
-    accumulated,
-    accumulated_in_sync,
-    accumulated_by_hand,
-    held_back,
-    triggered,
-    backward_twice,
-    token_window,
-    uneven_window,
-    trained,
-    orders,
-    clipped,
-    clipped_in_open_window,
-    adversaries,
-    evaluated,
-    names,
-    ties,
-    prepared_again,
-    buffers,
-    precisions,
-    released,
-)
+    surroundings, layout, start, two_backwards, accumulated, accumulated_in_sync, accumulated_by_hand, held_back,
+    triggered, backward_twice, token_window, uneven_window, trained, orders, clipped, clipped_in_open_window,
+    adversaries, evaluated, names, ties, prepared_again, buffers, precisions, released,
+)  # fmt: skip
 """The jobs that share a launch: each begins with an Accelerator of its own. `left_open` needs one for itself."""

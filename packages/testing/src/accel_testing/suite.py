@@ -18,8 +18,7 @@ class Suite:
         lacks: for the name of an inherited test, `"test_…"`, or of one of its worlds,
             `"test_…[2]"`, why it fails.
         cpu: whether it is tested on the CPU, with gloo, although there is an accelerator.
-        patience: seconds that a collective may take, and that ranks wait for each other after a
-            job.
+        patience: seconds for a collective, and that ranks wait for each other after a job.
         timeout: seconds after which the ranks of one launch are killed.
     """
 
@@ -86,10 +85,7 @@ class Suite:
         return [test, *(f"{test}[{world}]" for world in self.worlds)]
 
     def _facts(self, job: Callable[[Any], Any], world: int) -> list[Any]:
-        """The facts of each rank in a job, in rank order.
-
-        The first call in a world runs the jobs of all tests.
-        """
+        """The facts of each rank in a job, by rank; the first call in a world runs all jobs."""
         launches = type(self)._launches
         if world not in launches:
             launches[world] = observe(self._subject(world), self._jobs, world, self.timeout)

@@ -26,12 +26,8 @@ def compare(
 ) -> None:
     """Fails unless each name has these records, in any order, and maybe the optional ones.
 
-    Args:
-        found: name → pairs of a step and what was read.
-        expected: pairs of a step and values by name; names that are not in it are not looked at.
-        same: whether a value is what was read.
-        what: was done, for the message.
-        optional: records that may be there.
+    `found`: name → pairs of a step and what was read; names without an expected record are not
+    looked at. `what` was done, for the message.
     """
     for name in {name: None for _, values in expected for name in values}:
         left = list(found.get(name, ()))

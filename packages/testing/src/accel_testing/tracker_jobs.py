@@ -71,19 +71,12 @@ class Session:
 
 @dataclass
 class Scene:
-    """Whom a tracker meets.
-
-    Args:
-        make: makes a tracker.
-        read: reads a run back.
-        options: gives the options of a run, by a folder that they may name.
-        pair: whether a second run is recorded beside the resumed one.
-    """
+    """Whom a tracker meets."""
 
     make: Callable[[], Tracker]
     read: Callable[[Written], Recorded]
-    options: Callable[[Path], Mapping[str, Any]]
-    pair: bool = True
+    options: Callable[[Path], Mapping[str, Any]]  # of a run, by a folder that they may name
+    pair: bool = True  # whether a second run is recorded beside the resumed one
     facts: Facts = field(default_factory=Facts)
 
     def observe(self) -> Facts:
@@ -264,8 +257,7 @@ def report_imports() -> None:
 def imports(*kinds: type[Tracker], timeout: float = 100) -> list[list[str]]:
     """Packages that are imported with each class and by making one, in a fresh process.
 
-    Raises:
-        RuntimeError: if that process fails, with what it printed; or if it could not find a class.
+    RuntimeError is raised if that process fails, with what it printed, or could not find a class.
     """
     for kind in kinds:
         if "<locals>" in kind.__qualname__:

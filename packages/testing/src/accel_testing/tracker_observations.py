@@ -84,27 +84,16 @@ class Declarations:
 
 @dataclass
 class Facts:
-    """The facts of four runs: one, the same resumed, another beside that, and one of odd names.
+    """The facts of four runs: one, the same resumed, another beside that, and one of odd names."""
 
-    Args:
-        raised: the part of `CALLS`, or the moment → how it raised.
-        read: "flushed", "ended", "resumed", "beside" or "odd" → what was read back.
-        state: what `state()` said of the first run.
-        service: what `tracker.tracker` was.
-        changed: the moment → what of the process was changed in it.
-        said: warnings that were logged in the run of odd names, and refusals of its records.
-        printed: to standard output.
-        strays: files that lie outside the folders of the runs.
-    """
-
-    raised: dict[str, Raised] = field(default_factory=dict)
-    read: dict[str, Recorded | Raised] = field(default_factory=dict)
-    state: Any = None
-    service: Any = None
-    changed: dict[str, list[str]] = field(default_factory=dict)
-    said: list[str] = field(default_factory=list)
+    raised: dict[str, Raised] = field(default_factory=dict)  # by the part of `CALLS`, or the moment
+    read: dict[str, Recorded | Raised] = field(default_factory=dict)  # "flushed", "ended", "resumed", "beside" or "odd"
+    state: Any = None  # what `state()` said of the first run
+    service: Any = None  # what `tracker.tracker` was
+    changed: dict[str, list[str]] = field(default_factory=dict)  # by the moment: what of the process was changed in it
+    said: list[str] = field(default_factory=list)  # logged in the run of odd names, and refusals of its records
     printed: str = ""
-    strays: list[str] = field(default_factory=list)
+    strays: list[str] = field(default_factory=list)  # files that lie outside the folders of the runs
 
 
 def _image(height: int, width: int, channels: int) -> torch.Tensor:

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from accel_checkpoint.files.disk import failing_with, sync_folder
 from accel_checkpoint.files.lock import Lock, holder
 from accel_checkpoint.files.manifest import (
     DATA,
@@ -26,12 +27,10 @@ from accel_checkpoint.files.manifest import (
     TEMPORARY,
     Flaw,
     Manifest,
-    failing_with,
     unseal,
     write_manifest,
     wrong_files,
 )
-from accel_checkpoint.weights.tensor_files import sync_folder
 from accel_core import CheckpointError
 
 # What other libraries leave where they saved a run: a file of each pattern of a row. Weights alone are no checkpoint.
@@ -226,7 +225,7 @@ def _is_rubbish(entry: os.DirEntry[str]) -> bool:
 @contextlib.contextmanager
 def _opened(folder: str | Path, inside: int | None = None, *, follow: bool = True) -> Iterator[int]:
     """The descriptor of a folder; it stays that of the folder if another takes its name."""
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+    flags = os.O_RDONLY | os.O_DIRECTORY | (0 if follow else os.O_NOFOLLOW)
     descriptor = os.open(folder, flags, dir_fd=inside)
     try:
         yield descriptor

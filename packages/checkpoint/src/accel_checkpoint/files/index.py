@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import xxhash
 
-from accel_checkpoint.files.disk import hash_of, open_file, read_file, write_new
-from accel_checkpoint.files.manifest import FileRecord
+from accel_checkpoint.files.disk import hash_of, opened, read_file, write_new
+from accel_checkpoint.files.manifest import INDEX, FileRecord
 from accel_checkpoint.files.stored import DTYPES, StoredFile, is_shape
 from accel_checkpoint.plan import StoredBox
 from accel_core import CheckpointError
@@ -21,8 +20,6 @@ from accel_core.api.layouts import Box
 
 if TYPE_CHECKING:
     from accel_checkpoint.files.manifest import Manifest
-
-NAME = "index.json"
 
 _KINDS = ("elementwise", "replicated", "partial", "opaque")
 
@@ -45,18 +42,15 @@ class Index:
             "objects": self.objects,
         }
         text = json.dumps(content, allow_nan=False).encode()
-        write_new(data / NAME, text)
+        write_new(data / INDEX, text)
         return FileRecord(len(text), xxhash.xxh3_128_hexdigest(text))
 
     @classmethod
     def read(cls, folder: Path, manifest: Manifest) -> Index:
         """Reads the file; CheckpointError if it is not what the manifest says, or no index."""
-        path = folder / manifest.data / NAME
-        descriptor = open_file(path)
-        try:  # before memory is taken for it
+        path = folder / manifest.data / INDEX
+        with opened(path) as descriptor:  # before memory is taken for it
             found = hash_of(descriptor, manifest.index.nbytes, path)
-        finally:
-            os.close(descriptor)
         text = read_file(path, manifest.index.nbytes) if found == manifest.index.hash else b""
         if xxhash.xxh3_128_hexdigest(text) != manifest.index.hash:
             raise CheckpointError(

@@ -30,7 +30,7 @@ class Lock:
         self._path = folder / NAME
         since = datetime.now(timezone.utc).isoformat(timespec="seconds")
         holder = {"host": socket.gethostname(), "pid": os.getpid(), "since": since}
-        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
+        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
         _locked(self._descriptor)
         os.write(self._descriptor, json.dumps(holder).encode())
 
@@ -72,10 +72,8 @@ def _locked(descriptor: int) -> bool:
         return True
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a network file system that has none
-        return True
+    except OSError as error:
+        return not isinstance(error, BlockingIOError)  # another one is of a network file system that has none
     return True
 
 
@@ -93,8 +91,6 @@ def _words(path: Path) -> str | None:
 def _lives(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (OSError, OverflowError):
-        return True
+    except (OSError, OverflowError) as error:
+        return not isinstance(error, ProcessLookupError)
     return True

@@ -8,22 +8,21 @@ hash in hexadecimal digits and that ending: one flipped byte is found wherever i
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import json
 import os
 import re
-import secrets
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from xxhash import xxh3_128_hexdigest
 
-from accel_checkpoint.files.disk import read_file
-from accel_checkpoint.weights.tensor_files import sync_folder
+from accel_checkpoint.files.disk import failing_with, new_file, read_file, removed_on_failure, sync_folder
+from accel_checkpoint.files.stored import is_hash, is_size
+from accel_checkpoint.weights.tensor_files import temporary_for
 from accel_checkpoint.words import listed
 from accel_core import CheckpointError
 
@@ -80,16 +79,12 @@ class Flaw(NamedTuple):
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Publishes a checkpoint: readers see the old manifest or the new one. Not a collective."""
     content = _sealed(folder, manifest)
-    temporary = folder / f"{NAME}.{secrets.token_hex(4)}.tmp"
+    temporary = temporary_for(folder / NAME)
     untouched = "the checkpoint cannot be published: {}. What was saved here is untouched. Make room, or save elsewhere"
-    with failing_with(untouched, folder):
-        try:
-            _write(temporary, content)
-            os.replace(temporary, folder / NAME)
-        except BaseException:
-            with contextlib.suppress(OSError):  # the first failure is the one to tell; the next save sweeps
-                os.unlink(temporary)
-            raise
+    with failing_with(untouched, folder), removed_on_failure(temporary):
+        with new_file(temporary, "{}") as output:
+            output.write(memoryview(content))
+        os.replace(temporary, folder / NAME)
     undone = "the checkpoint is complete, but a power cut may undo it: {}. Save again, or elsewhere"
     with failing_with(undone, folder):
         sync_folder(folder)
@@ -163,15 +158,6 @@ def wrong_files(folder: Path, manifest: Manifest) -> list[str]:
     return wrong
 
 
-@contextlib.contextmanager
-def failing_with(text: str, path: Path) -> Iterator[None]:
-    """Gives an OSError the text for the checkpoint, in which {} is the reason, and `path`."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(error.errno, text.format(error.strerror or error), str(path)) from error
-
-
 def _sealed(folder: Path, manifest: Manifest) -> bytes:
     members = {"format": FORMAT, "version": VERSION, "hash": HASH, **vars(manifest), "seal": ""}
     members |= {"index": asdict(manifest.index), "files": dict(manifest.files), "record": dict(manifest.record)}
@@ -191,17 +177,6 @@ def _sealed(folder: Path, manifest: Manifest) -> bytes:
     if lies := _lies({**json.loads(text), "seal": seal}):
         raise CheckpointError(f"A checkpoint is not published in {folder}, for no reader takes its manifest: {lies}.")
     return body + f"{seal}{_ENDING}".encode()
-
-
-def _write(path: Path, content: bytes) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
-    try:
-        rest = memoryview(content)
-        while rest:
-            rest = rest[os.write(descriptor, rest) :]
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _without_manifest(folder: Path) -> Flaw:
@@ -267,22 +242,17 @@ def _is_text(pattern: str) -> Callable[[Any], bool]:
     return lambda value: isinstance(value, str) and re.fullmatch(pattern, value, re.ASCII) is not None
 
 
-def _is_size(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
-_is_hash = _is_text(r"[0-9a-f]{32}")
 _is_file_name = _is_text(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")  # and nothing that leads out of the folder
 
 
 def _is_index(value: Any) -> bool:
     known = isinstance(value, dict) and value.keys() == {"nbytes", "hash"}
-    return known and _is_size(value["nbytes"]) and _is_hash(value["hash"])
+    return known and is_size(value["nbytes"]) and is_hash(value["hash"])
 
 
 def _are_files(value: Any) -> bool:
     return isinstance(value, dict) and all(
-        _is_file_name(name) and name != INDEX and _is_size(nbytes) for name, nbytes in value.items()
+        _is_file_name(name) and name != INDEX and is_size(nbytes) for name, nbytes in value.items()
     )
 
 
@@ -295,5 +265,5 @@ _MEMBERS: dict[str, Callable[[Any], bool]] = {
     "index": _is_index,
     "files": _are_files,
     "record": lambda value: isinstance(value, dict),
-    "seal": _is_hash,
+    "seal": is_hash,
 }

@@ -17,13 +17,11 @@ from pathlib import Path
 import torch
 import xxhash
 
-from accel_checkpoint.files.disk import CHUNK, READ, Output, hash_of, memory, new_file, open_file, read_all, read_into
+from accel_checkpoint.files.disk import CHUNK, READ, Output, hash_of, is_memory, memory, new_file, open_file, read_into
 from accel_checkpoint.files.stored import BLOCK, DTYPES, StoredFile, StoredTensor
 from accel_checkpoint.weights.tensor_files import header_of, in_order
 from accel_core import CheckpointError
 from accel_core.api.layouts import Box, flat_range
-
-__all__ = ["BLOCK", "PartReader", "StoredFile", "StoredTensor", "read_all", "write_part"]
 
 STAGED = 32 << 20  # bytes of a tensor on an accelerator that are copied to the CPU at a time: more is not faster
 _ALIGNMENT = 64  # the tensors begin at a multiple of it, so that readers can map them without a copy
@@ -96,7 +94,7 @@ def _in_memory(tensor: torch.Tensor) -> Iterator[memoryview]:
     """The bytes of the elements in row-major order: the tensor's own, or copies part by part."""
     if not tensor.numel():
         return
-    if _is_memory(tensor):
+    if is_memory(tensor):
         yield memory(tensor)
         return
     limit = BLOCK if tensor.device.type == "cpu" else STAGED
@@ -118,11 +116,6 @@ def _parts(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
             yield tensor[begin : begin + rows]
         else:
             yield from _parts(tensor[begin], limit)
-
-
-def _is_memory(tensor: torch.Tensor) -> bool:
-    """Whether the elements' bytes, in row-major order, are the tensor's own CPU memory."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -193,7 +186,7 @@ class PartReader:
     def _read_run(self, key: str, stored: StoredTensor, run: range, out: torch.Tensor) -> None:
         """Elements that follow each other in the file, into memory where they do so too."""
         size = stored.itemsize
-        own = memory(out) if _is_memory(out) and out.dtype == DTYPES[stored.dtype] else None
+        own = memory(out) if is_memory(out) and out.dtype == DTYPES[stored.dtype] else None
         for index, block in _blocks(stored, run):
             begin, end = max(block.start, run.start), min(block.stop, run.stop)
             if own is not None and len(block) == end - begin:
@@ -237,7 +230,6 @@ class PartReader:
         return CheckpointError(text)
 
     def _check(self) -> None:
-        """The size of the file, and its header."""
         found = os.fstat(self._descriptor).st_size
         if found != self.stored.nbytes:
             raise self._damage(f"the file has {found} bytes", self.stored.nbytes)
@@ -246,7 +238,6 @@ class PartReader:
             raise self._damage(f"the header has the hash {header}", self.stored.header_hash)
 
     def _hash(self, place: memoryview, offset: int) -> str:
-        """Fills `place` from the file, and returns the hash of it."""
         hasher = xxhash.xxh3_128()
         for begin in range(0, len(place), READ):
             part = place[begin : begin + READ]

@@ -98,7 +98,8 @@ def _tensor(name: str, key: str, value: Any) -> StoredTensor:
     return tensor
 
 
-def _is_size(value: Any) -> bool:
+def is_size(value: Any) -> bool:
+    """Whether it is a number of bytes, or of elements, that can be."""
     return type(value) is int and 0 <= value < 1 << 63
 
 
@@ -107,30 +108,31 @@ def is_shape(value: Any) -> bool:
     return (
         isinstance(value, list)
         and len(value) <= _DIMS
-        and all(map(_is_size, value))
+        and all(map(is_size, value))
         and math.prod(max(size, 1) for size in value) < 1 << 59
     )
 
 
-def _is_hash(value: Any) -> bool:
+def is_hash(value: Any) -> bool:
+    """Whether it has the digits of a hash."""
     return isinstance(value, str) and re.fullmatch(rf"[0-9a-f]{{{HASH_LENGTH}}}", value) is not None
 
 
 Fields = Mapping[str, tuple[Callable[[Any], bool], str]]
 
 _FILE: Fields = {
-    "nbytes": (_is_size, "a number of bytes"),
-    "header_bytes": (_is_size, "a number of bytes"),
-    "header_hash": (_is_hash, "a hash"),
+    "nbytes": (is_size, "a number of bytes"),
+    "header_bytes": (is_size, "a number of bytes"),
+    "header_hash": (is_hash, "a hash"),
     "tensors": (lambda value: isinstance(value, dict), "an object with a member per tensor"),
 }
 
 _TENSOR: Fields = {
     "dtype": (lambda value: isinstance(value, str) and value in DTYPES, f"a dtype of torch {torch.__version__}"),
     "shape": (is_shape, "a list of sizes"),
-    "offset": (_is_size, "a number of bytes"),
-    "nbytes": (_is_size, "a number of bytes"),
-    "hashes": (lambda value: isinstance(value, list) and all(map(_is_hash, value)), "a list of hashes"),
+    "offset": (is_size, "a number of bytes"),
+    "nbytes": (is_size, "a number of bytes"),
+    "hashes": (lambda value: isinstance(value, list) and all(map(is_hash, value)), "a list of hashes"),
 }
 
 

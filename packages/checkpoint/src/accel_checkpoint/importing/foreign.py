@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ import torch
 
 from accel_checkpoint.codec import encode
 from accel_checkpoint.files.folder import Draft
-from accel_checkpoint.files.manifest import Manifest
 from accel_checkpoint.plan import Claim, Task
 from accel_checkpoint.record import IMPORTED
 from accel_checkpoint.run_state import (
@@ -32,7 +30,7 @@ from accel_checkpoint.run_state import (
     Content,
     within,
 )
-from accel_checkpoint.writing import Portrait, Work, file_name, index_of
+from accel_checkpoint.writing import Portrait, Publication, Work, file_name
 from accel_core.api.checkpoint import WHOLE
 from accel_core.api.layouts import Alias, Elementwise, State
 
@@ -101,11 +99,9 @@ def write_foreign(foreign: ForeignCheckpoint, folder: Path, say: Say) -> None:
             work.write(draft.data)
             portraits.append(portrait)
             works.append(work.written)
-        index = index_of(portraits, works)
-        sizes = {name: stored.nbytes for name, stored in index.files.items()}
-        created = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        draft.publish(Manifest(draft.id, created, index.write(draft.data), sizes, _record(foreign)))
-        draft.sweep()
+        publication = Publication(draft, _record(foreign), portraits)
+        publication.publish(works)
+        publication.finish()
     except BaseException:
         draft.discard()
         raise

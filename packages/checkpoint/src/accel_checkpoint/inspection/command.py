@@ -39,25 +39,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return command.main(given[1:])
     epilog = "`accel checkpoint import SOURCE TARGET` makes one of a checkpoint of another library; `-h` behind `import` says more."
     parser = argparse.ArgumentParser(prog="accel checkpoint", description=main.__doc__, epilog=epilog)
-    add_arguments(parser)
-    return run(parser.parse_args(given))
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares what `run` takes."""
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="a checkpoint, or a folder of checkpoint_<n>")
     parser.add_argument("--verify", action="store_true", help="read everything, and check every hash")
     parser.add_argument("--json", action="store_true", help="print JSON")
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Prints what was asked for; returns the exit status: 1 for damage, 2 for no answer."""
+    asked = parser.parse_args(given)
     try:
-        answer, text, status = (_verified if arguments.verify else _described)(arguments.folder)
+        answer, text, status = (_verified if asked.verify else _described)(asked.folder)
     except (CheckpointError, OSError) as error:
         print(error, file=sys.stderr)  # noqa: T201
         return NO_ANSWER
-    print(json.dumps(answer, indent=2, allow_nan=False) if arguments.json else text)  # noqa: T201
+    print(json.dumps(answer, indent=2, allow_nan=False) if asked.json else text)  # noqa: T201
     return status
 
 
@@ -73,7 +64,6 @@ def describe(folder: Path) -> dict[str, Any]:
 
 
 def _size_of(manifest: Manifest) -> int:
-    """Bytes of all files but the manifest."""
     return manifest.index.nbytes + sum(manifest.files.values())
 
 

@@ -27,6 +27,7 @@ from accel_checkpoint.optimizers.parameter_state import Layouts, ParameterState,
 from accel_checkpoint.words import quoted
 from accel_core import CheckpointError
 from accel_core.api.checkpoint import OptimizerState, SavedEntry, SavedOptimizer
+from accel_core.api.component import flatten
 from accel_core.api.layouts import Opaque, Sharding
 
 if TYPE_CHECKING:
@@ -126,7 +127,6 @@ def _engine(optimizer: Optimizer) -> Any:
 
 
 def _named(optimizer: Any, names: Mapping[int, str]) -> dict[int, str]:
-    """The name of every parameter of the optimizer, by its id."""
     return {
         id(parameter): names.get(id(parameter), f"loose.{number}.{position}")
         for number, group in enumerate(optimizer.param_groups)
@@ -135,7 +135,6 @@ def _named(optimizer: Any, names: Mapping[int, str]) -> dict[int, str]:
 
 
 def _owned(engine: Any) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
-    """Every parameter that has its state on this rank, with the group of it."""
     return ((group, parameter) for group in engine.param_groups for parameter in group["params"])
 
 
@@ -262,18 +261,13 @@ def _adds_nothing(optimizer: Any) -> bool:
         return False
     theirs = (given["state"], [_options(group) for group in given["param_groups"]])
     ours = (dict(optimizer.state), [_options(group) for group in optimizer.param_groups])
-    return Counter(_leaves(theirs)) == Counter(_leaves(ours))
+    return _counted(theirs) == _counted(ours)
 
 
-def _leaves(value: Any) -> Iterator[Any]:
+def _counted(tree: Any) -> Counter[Any]:
     """The values in a nested structure: tensors by identity, others by what they print."""
-    if isinstance(value, torch.Tensor):
-        yield id(value)
-    elif isinstance(value, (Mapping, list, tuple)):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _leaves(item)
-    else:
-        yield type(value), repr(value)
+    leaves = flatten(tree)[0]
+    return Counter(id(leaf) if isinstance(leaf, torch.Tensor) else (type(leaf), repr(leaf)) for leaf in leaves)
 
 
 def _check_whole(optimizer: Any, engine: Any, named: Mapping[int, str], sharding: Sharding) -> None:

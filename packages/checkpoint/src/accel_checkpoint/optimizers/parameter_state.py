@@ -18,6 +18,7 @@ from accel_checkpoint.optimizers.known_optimizers import (
 )
 from accel_core import CheckpointError
 from accel_core.api.checkpoint import WHOLE, SavedEntry
+from accel_core.api.component import flatten, map_tensors
 from accel_core.api.layouts import Box, Elementwise, Entry, Extent, Opaque, Replicated, Sharding, pieces_of
 
 Shape = tuple[int, ...]
@@ -114,10 +115,14 @@ class ParameterState(NamedTuple):
         return {key: value if device is None or not self._is_counter(key) else value.to(torch.float32)}
 
     def _opened(self, value: Any, group: Mapping[str, Any]) -> dict[Any, Any]:
-        state = {key: moved(item, self._place(key, group)) for key, item in value["state"].items()}
+        state = {key: self._placed(key, item, group) for key, item in value["state"].items()}
         for key in value["laid_out"]:
             state[key] = self.layouts.sharding.like(self.parameter, state[key])
         return state
+
+    def _placed(self, key: Any, value: Any, group: Mapping[str, Any]) -> Any:
+        device = self._place(key, group)
+        return value if device is None else map_tensors(lambda tensor: tensor.to(device), value)
 
     def _check_shape(self, key: str, local: torch.Tensor) -> None:
         expected = self.layouts.sharding.local(self.parameter).shape
@@ -166,22 +171,7 @@ _LISTED = 8  # parts in one message
 
 def has_tensors(value: Any) -> bool:
     """Whether a nested structure holds a tensor."""
-    if isinstance(value, Mapping):
-        return any(map(has_tensors, value.values()))
-    return isinstance(value, torch.Tensor) or (isinstance(value, (list, tuple)) and any(map(has_tensors, value)))
-
-
-def moved(value: Any, device: torch.device | None) -> Any:
-    """A nested structure with its tensors on a device; None leaves them where they are."""
-    if device is None:
-        return value
-    if isinstance(value, torch.Tensor):
-        return value.to(device)
-    if isinstance(value, dict):
-        return {key: moved(item, device) for key, item in value.items()}
-    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return type(value)(moved(item, device) for item in value)
-    return value
+    return any(isinstance(leaf, torch.Tensor) for leaf in flatten(value)[0])
 
 
 def part_of(extents: Sequence[Extent]) -> str:

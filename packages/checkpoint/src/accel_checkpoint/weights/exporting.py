@@ -17,7 +17,7 @@ import torch
 
 from accel_checkpoint.weights import saving
 from accel_checkpoint.weights.sources import Stored, stored_in
-from accel_checkpoint.weights.tensor_files import SAFETENSORS_DTYPES, Tensors
+from accel_checkpoint.weights.tensor_files import SAFETENSORS_DTYPES
 from accel_core import CheckpointError
 from accel_core.api.layouts import Box
 
@@ -61,6 +61,7 @@ def export_weights(
         aliases = {name: each.key for name, each in stored.items() if each.key != name and each.key in stored}
         unique = {name: each for name, each in stored.items() if name not in aliases}
         sketch = {name: _sketch(source, name, each) for name, each in unique.items()}
+        nbytes = sum(tensor.nbytes for tensor in sketch.values())
         parts = saving._split(sketch, aliases, limit)
         directory.mkdir(parents=True, exist_ok=True)
         done = 0
@@ -71,17 +72,13 @@ def export_weights(
             unique[name].read_box(Box.whole(tuple(value.shape)), value)
             done += value.nbytes
             if report is not None:
-                report(name, done, _nbytes(sketch))
+                report(name, done, nbytes)
             return value
 
         saving._publish(directory, saving._SAFETENSORS, parts, read)
     names = saving._SAFETENSORS.names(len(parts))
     entry = [saving._SAFETENSORS.index] if len(parts) > 1 else []
-    return Exported((*entry, *names), len(unique), len(aliases), _nbytes(sketch))
-
-
-def _nbytes(sketch: Tensors) -> int:
-    return sum(tensor.nbytes for tensor in sketch.values())
+    return Exported((*entry, *names), len(unique), len(aliases), nbytes)
 
 
 def _sketch(source: Path, name: str, stored: Stored) -> torch.Tensor:

@@ -43,15 +43,14 @@ class SafetensorsFile:
         try:
             self._state = self._now()
             self.metadata, self.tensors = self._header()
-        except ValueError as error:
+        except BaseException as error:
             os.close(self._descriptor)
+            if not isinstance(error, ValueError):
+                raise
             raise CheckpointError(
                 f"{path} should hold weights as safetensors, but it does not: {error}. It is damaged or cut short; save or "
                 f"download it again."
             ) from error
-        except BaseException:
-            os.close(self._descriptor)
-            raise
 
     def close(self) -> None:
         """Closes the file."""

@@ -27,8 +27,9 @@ import torch
 from torch import nn
 
 from accel_checkpoint.assembling import WeightGather
+from accel_checkpoint.files.disk import sync_folder
 from accel_checkpoint.weights import tensor_files
-from accel_checkpoint.weights.tensor_files import Aliases, Read, Tensors, replace_file, stage, sync_folder
+from accel_checkpoint.weights.tensor_files import Aliases, Read, Tensors, replace_file, stage
 from accel_core.api.checkpoint import on_main_rank
 from accel_core.api.component import flatten
 
@@ -171,10 +172,6 @@ class _Files:
             return [self.single]
         return [f"{self.stem}-{number:05d}-of-{count:05d}{self.suffix}" for number in range(1, count + 1)]
 
-    def set_aside(self, name: str) -> str:
-        """The name of an old file while a new one takes its place."""
-        return name.replace(self.stem, f"{self.stem}-previous", 1)
-
     def entry(self, folder: Path) -> str | None:
         """The file through which readers enter: they all look for the single one first."""
         return next((name for name in (self.single, self.index) if (folder / name).is_file()), None)
@@ -254,7 +251,8 @@ def _free_names(folder: Path, files: _Files, names: list[str]) -> None:
         return
     content = _read_index(index)
     taken = sorted({*content["weight_map"].values()} & {*names})
-    aside = {name: files.set_aside(name) for name in taken if (folder / name).is_file()}
+    previous = f"{files.stem}-previous"
+    aside = {name: name.replace(files.stem, previous, 1) for name in taken if (folder / name).is_file()}
     for name, other in aside.items():
         (folder / other).unlink(missing_ok=True)  # left by a save that was killed before the index named it
         _link_or_copy(folder / name, folder / other)

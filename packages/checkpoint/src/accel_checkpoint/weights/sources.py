@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from accel_checkpoint.files.disk import memory, read_file
+from accel_checkpoint.files.disk import is_memory, memory, read_file
 from accel_checkpoint.files.manifest import LARGEST, Flaw, unseal
 from accel_checkpoint.plan import StoredBoxes
 from accel_checkpoint.reading import Checkpoint
@@ -70,7 +70,6 @@ def stored_in(checkpoint: Path, files: ExitStack, model: int | None = None) -> d
 
 
 def _entry(checkpoint: Path) -> Path:
-    """The file through which the weights are entered."""
     if checkpoint.is_file():
         return checkpoint
     if not checkpoint.is_dir():
@@ -224,8 +223,7 @@ def _read_box(
     target: torch.Tensor,
 ) -> None:
     """Fills a tensor with a box of stored data: in its own memory if possible, else by a copy."""
-    plain = target.device.type == "cpu" and target.is_contiguous() and not (target.is_conj() or target.is_neg())
-    direct = plain and target.dtype == dtype
+    direct = is_memory(target) and target.dtype == dtype
     data = target if direct else torch.empty(target.shape, dtype=dtype)
     if data.numel():
         view = memory(data)

@@ -7,17 +7,17 @@ disk without its errno. What is written is read by that library in the tests.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import json
 import os
 import secrets
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+
+from accel_checkpoint.files.disk import memory, new_file, removed_on_failure, sync_folder
 
 Tensors = Mapping[str, torch.Tensor]
 Aliases = Mapping[str, str]
@@ -52,8 +52,8 @@ def untie(tensors: Mapping[str, Any], awaited: Collection[str] = ()) -> tuple[di
     for name, value in tensors.items():
         tensor = _plain(name, value)
         place = tensor.data_ptr() if name in here else id(value)
-        memory = (tensor.device, place, tensor.dtype, tensor.shape, tensor.stride())
-        if tensor.numel() and (kept := first.setdefault(memory, name)) != name:
+        key = (tensor.device, place, tensor.dtype, tensor.shape, tensor.stride())
+        if tensor.numel() and (kept := first.setdefault(key, name)) != name:
             aliases[name] = kept
         else:
             unique[name] = tensor
@@ -115,10 +115,9 @@ def header_of(tensors: Tensors, metadata: Mapping[str, str], alignment: int) -> 
 
 def _write_data(tensor: torch.Tensor, file: BinaryIO) -> None:
     assert sys.byteorder == "little", "the format is little-endian"
-    if not tensor.numel():
-        return
-    tensor = tensor.contiguous().cpu()  # `tensor` keeps the memory alive while it is written
-    file.write((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))
+    if tensor.numel():
+        tensor = tensor.contiguous().cpu()  # `tensor` keeps the memory alive while it is written
+        file.write(memory(tensor))
 
 
 def write_pickled(tensors: Tensors, aliases: Aliases, read: Read, file: BinaryIO) -> None:
@@ -145,47 +144,20 @@ def torch_save(obj: Any, file: BinaryIO) -> None:
 
 def stage(path: Path, write: Write) -> Path:
     """Writes a temporary file beside `path`, all on the disk; returns it, or leaves nothing."""
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        with temporary.open("xb") as file, _removed_on_failure(temporary):
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise cannot_be_written(error, path) from error
+    temporary = temporary_for(path)
+    with new_file(temporary, named=path) as output, os.fdopen(output.descriptor, "wb", closefd=False) as file:
+        write(file)
     return temporary
 
 
-def cannot_be_written(error: OSError, path: Path) -> OSError:
-    """The error to raise for `error`, which came while `path` was written."""
-    untouched = "What was saved there is untouched. Make room, or save elsewhere"
-    text = f"cannot be written: {error.strerror or error}. {untouched}"
-    return OSError(error.errno, text, str(path))
-
-
-@contextlib.contextmanager
-def _removed_on_failure(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        path.unlink()
-        raise
+def temporary_for(path: Path) -> Path:
+    """The place beside a file in which the next one is written, under a name of its own."""
+    return path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
 
 
 def replace_file(path: Path, write: Write) -> None:
     """Writes `path`: readers and crashes see the old file or the new one, never a part."""
     temporary = stage(path, write)
-    with _removed_on_failure(temporary):
+    with removed_on_failure(temporary):
         temporary.replace(path)
     sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Puts the names in a folder on the disk: a rename is durable only after this."""
-    if not hasattr(os, "O_DIRECTORY"):  # Windows has no such call, and opens no folder
-        return
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

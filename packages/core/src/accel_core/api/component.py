@@ -1,14 +1,14 @@
 """Names for all components: class overrides, nested structures, seeds, random state, messages."""
 
 from accel_core.base.class_override import ClassOverride, overridden_class, override_class, restore_class
-from accel_core.base.nested import Tree, flatten, map_tensors, paths, rebuilt, to_device
+from accel_core.base.nested import Tree, children_of, flatten, map_tensors, paths, rebuilt, to_device
 from accel_core.base.seeds import derive_seed, loader_seed, was_chosen
 from accel_core.base.suggestions import nearest
 from accel_core.collectives.objects import broadcast_object, gather_objects
 from accel_core.collectives.random_sync import synchronize_random_states
 from accel_core.collectives.run_seed import agree_seed
 from accel_core.options.resolution import as_rng_types, as_sequence
-from accel_core.processes.channel import FRAME_STEP, Channel
+from accel_core.processes.channel import Channel, capacity_for
 from accel_core.processes.random_state import (
     capture_random_state,
     restore_random_state,
@@ -18,8 +18,8 @@ from accel_core.processes.random_state import (
 from accel_core.processes.watch.collective_scope import collective
 
 __all__ = [
-    "FRAME_STEP", "Channel", "ClassOverride", "Tree", "agree_seed", "as_rng_types", "as_sequence",
-    "broadcast_object", "capture_random_state", "collective", "derive_seed", "flatten", "gather_objects",
+    "Channel", "ClassOverride", "Tree", "agree_seed", "as_rng_types", "as_sequence", "broadcast_object",
+    "capacity_for", "capture_random_state", "children_of", "collective", "derive_seed", "flatten", "gather_objects",
     "loader_seed", "map_tensors", "nearest", "overridden_class", "override_class", "paths", "rebuilt",
     "restore_class", "restore_random_state", "restored_after_first", "restored_before_first",
     "synchronize_random_states", "to_device", "was_chosen",

@@ -58,7 +58,7 @@ def map_tensors(function: Callable[[torch.Tensor], Any], tree: Tree) -> Tree:
 
 def map_leaves(function: Callable[[Any], Any], tree: Tree) -> Tree:
     """A tree like `tree` in new containers, with `function` applied to every leaf."""
-    children = _children(tree)
+    children = children_of(tree)
     return function(tree) if children is None else rebuilt(tree, [map_leaves(function, child) for child in children])
 
 
@@ -87,7 +87,7 @@ def rebuilt(container: Tree, children: list[Any]) -> Tree:
 
 def paths(tree: Tree, name: str = "") -> list[str]:
     """The path of each leaf, as typed in code: `batch['labels'][0]` for `name="batch"`."""
-    children = _children(tree)
+    children = children_of(tree)
     if children is None:
         return [name]
     if isinstance(tree, Mapping):
@@ -99,7 +99,7 @@ def paths(tree: Tree, name: str = "") -> list[str]:
 
 def outline(tree: Tree) -> str:
     """Containers and keys of a tree without leaves: `dict('logits': *, 'extra': list(*, *))`."""
-    children = _children(tree)
+    children = children_of(tree)
     if children is None:
         return "*"
     names = [f"{key!r}: " for key in tree] if isinstance(tree, Mapping) else [""] * len(children)
@@ -128,7 +128,7 @@ def to_device(tree: Tree, device: torch.device, non_blocking: bool = False) -> T
 
 
 def _moved(tree: Tree, device: torch.device, non_blocking: bool) -> Tree:
-    children = _children(tree)
+    children = children_of(tree)
     if children is not None:
         new = [_moved(child, device, non_blocking) for child in children]
         return tree if all(map(operator.is_, new, children)) else rebuilt(tree, new)
@@ -151,7 +151,7 @@ def _flat_tensors(tree: Tree) -> list[torch.Tensor] | None:
     return leaves
 
 
-def _children(node: Any) -> list[Any] | None:
+def children_of(node: Any) -> list[Any] | None:
     """The direct children of a container; None for a leaf."""
     if isinstance(node, tuple):
         return None if hasattr(node, "to") else list(node)
@@ -162,7 +162,7 @@ def _children(node: Any) -> list[Any] | None:
 
 def _collect(node: Any, leaves: list[Any]) -> Any:
     """Adds the leaves of a tree to a list, and returns its shape: None for a leaf."""
-    children = _children(node)
+    children = children_of(node)
     if children is None:
         leaves.append(node)
         return None

@@ -105,7 +105,7 @@ class Channel:
             headers = self._pass(frame, letter, tensors)
             largest = max([header[1] for header in headers])
             if largest > frame.capacity:
-                frame = self._frame(_rounded(largest))
+                frame = self._frame(capacity_for(largest))
                 headers = self._pass(frame, letter, tensors)
         self._needs[self._previous] = (*self._needs.get(self._previous, ())[1 - MEMORY :], largest)
         self._previous = letter.kind
@@ -158,7 +158,7 @@ class Channel:
         raise error
 
     def _capacity(self) -> int:
-        return _rounded(max(self._needs.get(self._previous, (FRAME_STEP,))))
+        return capacity_for(max(self._needs.get(self._previous, (FRAME_STEP,))))
 
     def _frame(self, capacity: int) -> _Frame:
         frame = self._frames.pop(capacity, None) or _Frame(capacity, self.size, self.device)
@@ -260,7 +260,7 @@ def _bodies(buffer: torch.Tensor, specs: Sequence[Spec], rows: Sequence[int]) ->
     return [buffer[begin:end].view(dtype).view(count, *sizes) for (begin, end), (dtype, sizes), count in placed]
 
 
-def _rounded(need: int) -> int:
+def capacity_for(need: int) -> int:
     """The capacity for a need: at most an eighth more, so that similar needs share a buffer."""
     shift = max(FRAME_STEP.bit_length() - 1, need.bit_length() - 4)
     return -(-need >> shift) << shift
