@@ -99,6 +99,12 @@ class Configuration:
             arguments,
         )
 
+    @property
+    def state_folder(self) -> str | None:
+        """The folder for masters and optimizer state; None: they are kept in memory."""
+        section = self.values["zero_optimization"].get("offload_optimizer", {})
+        return str(section["nvme_path"]) if self.offload_optimizer == "nvme" else None
+
     def reread(self, config: object) -> Configuration:
         """The configuration with another dictionary or file, and the same arguments beside it."""
         return type(self).read(config, **self.arguments)

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from accel_deepspeed.configuration_keys import autos
-from accel_deepspeed.configuration_offload import check_folders
+from accel_deepspeed.configuration_offload import check_folders, keep_state_here
 from accel_deepspeed.configuration_precision import settle_precision
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ def complete(
     values.setdefault("steps_per_print", None)  # by default it reports each tenth step, which the loop may do too
     _check_autos(values, source)
     check_folders(values["zero_optimization"])
+    keep_state_here(values["zero_optimization"])
     return values
 
 

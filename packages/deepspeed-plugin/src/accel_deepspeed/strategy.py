@@ -45,6 +45,7 @@ from accel_deepspeed.older_names import OlderAttributes
 from accel_deepspeed.operators import prepare_operators
 from accel_deepspeed.prepared_model import NoSync, PreparedModel, engine_of, set_engine
 from accel_deepspeed.sharding import ZeroSharding
+from accel_deepspeed.state_files import StateFiles
 from accel_deepspeed.zero_init import build, cast, is_built
 
 if TYPE_CHECKING:
@@ -73,8 +74,8 @@ class DeepSpeed(OlderAttributes, Strategy):
             parameters as well. None: what the configuration says, else 2.
         config: a configuration of DeepSpeed: a dictionary, or the path of a JSON file. "auto" is
             filled in when a model is prepared.
-        offload_optimizer: where optimizer state and masters are kept: "cpu" or "none"; None: what
-            the configuration says.
+        offload_optimizer: where optimizer state and masters are kept: "cpu", "nvme" (stage 3), or
+            "none"; None: what the configuration says.
         offload_param: where parameters are kept that are not in use, in stage 3: "cpu", "nvme" (all
             are trained then), or "none"; None: as above.
         offload_folder: where "nvme" is.
@@ -359,7 +360,9 @@ class DeepSpeed(OlderAttributes, Strategy):
             optimizer_double.check(optimizer)
         if self._leaves and configuration.stage == 3:
             set_leaf_modules(model, self._leaves)
-        engine = ModelEngine(model, optimizer, configuration.stage > 0, config, self._world)
+        folder = configuration.state_folder
+        files = None if folder is None else StateFiles(folder)
+        engine = ModelEngine(model, optimizer, configuration.stage > 0, config, self._world, files)
         set_engine(prepared, engine)
         weakref.finalize(prepared, engine.close).atexit = False
         self._world.close_before_end(engine)
@@ -378,7 +381,7 @@ class DeepSpeed(OlderAttributes, Strategy):
         )
 
     def _check_files(self, stays: str) -> None:
-        check_files(self.configuration.offload_optimizer, self.configuration.offload_param, stays)
+        check_files(self.configuration.offload_param, stays)
 
     def _config_without_dtypes(self) -> dict[str, Any]:
         """A configuration for building a model in single precision; it is cast when prepared."""
