@@ -36,11 +36,24 @@ def complete(
     world_size: int,
     accumulation_steps: int,
     policy: PrecisionPolicy,
-    micro_batch_size: int | None,
-    hidden_size: int | None,
-    parameter_dtype: torch.dtype | None,
+    micro_batch_size: int | None = None,
+    hidden_size: int | None = None,
+    parameter_dtype: torch.dtype | None = None,
 ) -> dict[str, Any]:
-    """See `Configuration.resolved`. Changes `values`, and returns it."""
+    """Completes a configuration in place, and returns it.
+
+    Args:
+        values: what was read; source: how messages call it; stage: of ZeRO.
+        world_size: how many processes share the data.
+        accumulation_steps: those of the Accelerator.
+        policy: the dtypes that are to hold.
+        micro_batch_size: rows of a batch on one process, if a prepared loader tells.
+        hidden_size: that of the model (`hidden_size_of`), if it tells.
+        parameter_dtype: that of the model's trained parameters, if they share one.
+
+    Raises:
+        ValueError: what the configuration says contradicts these, or an "auto" stays open.
+    """
     _settle_batches(values, source, world_size, accumulation_steps, micro_batch_size)
     settle_precision(values, source, stage, policy, parameter_dtype)
     _settle_sizes(values["zero_optimization"], source, stage, hidden_size)

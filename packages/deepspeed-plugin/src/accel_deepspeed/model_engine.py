@@ -327,6 +327,7 @@ class ModelEngine:
         for key, fragment in self.fragments.items():
             state = self.optimizer.state.get(self._parameters[key])
             if state:
+                self._lay_out(self._parameters[key], fragment, state)
                 self._check_shared(by_group.setdefault(fragment.group, dict(state)), state)
         for group, flat in enumerate(masters):
             inner.state.pop(flat, None)
@@ -337,6 +338,14 @@ class ModelEngine:
         self._memory.clear()
         self._linked = False
         self.link_state()
+
+    def _lay_out(self, parameter: nn.Parameter, fragment: Fragment, state: Mapping[str, Any]) -> None:
+        """Copies into the flat tensors what is not there: state of unknown optimizers, saved as one."""
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.shape == (fragment.numel,):
+                part = self.state_memory(parameter, name, value.dtype)
+                if part.data_ptr() != value.data_ptr():
+                    part.copy_(value)
 
     def _check_shared(self, first: Mapping[str, Any], state: Mapping[str, Any]) -> None:
         """Raises if a value that is one for a whole partition differs between its parameters."""

@@ -310,6 +310,8 @@ class DeepSpeed(OlderAttributes, Strategy):
         """The parts on this rank."""
         from accel_checkpoint import capture_optimizer
 
+        for engine in self._stepping(optimizer):
+            engine.link_state()  # for numbers, which are no views
         return capture_optimizer(optimizer, names, ZeroSharding())
 
     @hookimpl
@@ -317,8 +319,7 @@ class DeepSpeed(OlderAttributes, Strategy):
         """See `accel_checkpoint.list_misfits`; also values that differ within a group."""
         from accel_checkpoint import list_misfits
 
-        engines = [engine for engine in self._engines() if engine.optimizer is optimizer and engine.steps]
-        unlike = (engine.list_unlike(names, saved) for engine in engines)
+        unlike = (engine.list_unlike(names, saved) for engine in self._stepping(optimizer))
         return list_misfits(optimizer, names, ZeroSharding(), saved) or [line for each in unlike for line in each]
 
     @hookimpl
@@ -327,9 +328,8 @@ class DeepSpeed(OlderAttributes, Strategy):
         from accel_checkpoint import restore_optimizer
 
         restore_optimizer(optimizer, names, ZeroSharding(), saved)
-        for engine in self._engines():
-            if engine.optimizer is optimizer and engine.steps:
-                engine.take_state()
+        for engine in self._stepping(optimizer):
+            engine.take_state()
 
     @property
     def _world(self) -> World:
@@ -346,6 +346,10 @@ class DeepSpeed(OlderAttributes, Strategy):
             if engine is not None:
                 yield engine
 
+    def _stepping(self, optimizer: Optimizer) -> list[ModelEngine]:
+        """The engines that step in the place of an optimizer."""
+        return [engine for engine in self._engines() if engine.optimizer is optimizer and engine.steps]
+
     def _make_engine(self, prepared: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         from accel_deepspeed import communication
 
@@ -358,6 +362,7 @@ class DeepSpeed(OlderAttributes, Strategy):
         realise(optimizer, configuration, self._world.device.type)
         if configuration.stage:
             optimizer_double.check(optimizer)
+            optimizer_double.declare_layouts(optimizer)
         if self._leaves and configuration.stage == 3:
             set_leaf_modules(model, self._leaves)
         folder = configuration.state_folder
