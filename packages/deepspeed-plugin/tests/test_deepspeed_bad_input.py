@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from datetime import timedelta
 
@@ -11,6 +12,7 @@ from torch import nn
 
 from accel_core import Accelerator, InitProcessGroupKwargs
 from accel_deepspeed import DeepSpeed
+from accel_deepspeed.state_files import StateFiles
 from accel_testing import RanksFailed, run_ranks
 
 WORLD = 2
@@ -36,7 +38,21 @@ def prepare(model=None, steps=1, **options):
 
 def on_a_folder(folder):
     rank = Accelerator(cpu=True).process_index
-    prepare(zero_stage=3, offload_param="nvme", offload_folder=folder / ("file" if rank else "") / "folder")
+    prepare(zero_stage=3, offload_optimizer="nvme", offload_folder=folder / ("file" if rank else "") / "folder")
+
+
+def full(files, numel, dtype):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def without_room(folder):
+    rank, zeros = Accelerator(cpu=True).process_index, StateFiles.zeros
+    if rank:
+        StateFiles.zeros = full
+    try:
+        prepare(zero_stage=3, offload_optimizer="nvme", offload_folder=folder)
+    finally:
+        StateFiles.zeros = zeros
 
 
 def accumulate_otherwise():
@@ -56,7 +72,7 @@ def said(folder):
         "a number": lambda: prepare(Scaled(), zero_stage=3),
         "hierarchy": lambda: prepare(config={"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}}),
         "folder": lambda: on_a_folder(folder),
-        "state in files": lambda: prepare(zero_stage=3, offload_optimizer="nvme", offload_folder=folder),
+        "no room": lambda: without_room(folder),
         "frozen in files": lambda: prepare(half_frozen(), zero_stage=3, offload_param="nvme", offload_folder=folder),
         "built in files": lambda: Accelerator(
             strategy=DeepSpeed(zero_stage=3, offload_param="nvme", offload_folder=folder), cpu=True
@@ -92,9 +108,9 @@ def ranks(tmp_path_factory):
         ),
         (
             "folder",
-            r"ValueError: 'offload_param' is to be kept in .* is not a folder on this machine.*\(on rank 1\)",
+            r"ValueError: 'offload_optimizer' is to be kept in .* is not a folder on this machine.*\(on rank 1\)",
         ),
-        ("state in files", r"ValueError: offload_optimizer to 'nvme' .* Write offload_optimizer='cpu'"),
+        ("no room", r"OSError: .*No space left on device.*\(on rank 1\)"),
         ("frozen in files", r"ValueError: offload_param to 'nvme' was asked for with frozen parameters"),
         ("built in files", r"ValueError: offload_param to 'nvme' was asked for with a model that is built in parts"),
     ],

@@ -18,6 +18,7 @@ WORLD, STEPS, WIDTH = 2, 3, 768
 OPTIONS = {
     "parameters": {"offload_param": "nvme"},
     "parameters, and the optimizer on the host": {"offload_param": "nvme", "offload_optimizer": "cpu"},
+    "parameters, and the optimizer": {"offload_param": "nvme", "offload_optimizer": "nvme"},
 }
 
 

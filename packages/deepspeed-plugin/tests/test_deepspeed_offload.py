@@ -1,4 +1,4 @@
-"""What is kept in the memory of the host is stepped there, by the same numbers. On a CPU this moves nothing: the paths run."""
+"""What is kept on the host, in memory or in files, is stepped there, by the same numbers. On a CPU memory moves nothing: the paths run."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ OPTIONS = {
     "stage 2": {"zero_stage": 2, "offload_optimizer": "cpu"},
     "stage 3": {"zero_stage": 3, "offload_optimizer": "cpu"},
     "parameters too": {"zero_stage": 3, "offload_optimizer": "cpu", "offload_param": "cpu"},
+    "state in files": {"zero_stage": 3, "offload_optimizer": "nvme"},
+    "beside parameters": {"zero_stage": 3, "offload_optimizer": "nvme", "offload_param": "cpu"},
 }
 STEPS, BACKWARDS = 3, 2
 
@@ -32,7 +34,8 @@ def batches():
 def offloaded(folder, rank_of):
     found = {}
     for name, options in OPTIONS.items():
-        accelerator = Accelerator(strategy=DeepSpeed(**options), cpu=True)
+        place = {"offload_folder": f"{folder}/files"} if "nvme" in options.values() else {}
+        accelerator = Accelerator(strategy=DeepSpeed(**options, **place), cpu=True)
         model = built()
         model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
 

@@ -10,18 +10,13 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accel_deepspeed.configuration_completion import complete
 from accel_deepspeed.configuration_file import load
 from accel_deepspeed.configuration_keys import check_keys, without_refused
 from accel_deepspeed.configuration_offload import settle_offload
 from accel_deepspeed.configured_names import check_optimizer, check_scheduler
-
-if TYPE_CHECKING:
-    import torch
-
-    from accel_core import PrecisionPolicy
 
 STAGES = (0, 1, 2, 3)
 DEFAULT_STAGE = 2
@@ -99,45 +94,19 @@ class Configuration:
             arguments,
         )
 
+    @property
+    def state_folder(self) -> str | None:
+        """The folder for masters and optimizer state; None: they are kept in memory."""
+        section = self.values["zero_optimization"].get("offload_optimizer", {})
+        return str(section["nvme_path"]) if self.offload_optimizer == "nvme" else None
+
     def reread(self, config: object) -> Configuration:
         """The configuration with another dictionary or file, and the same arguments beside it."""
         return type(self).read(config, **self.arguments)
 
-    def resolved(
-        self,
-        *,
-        world_size: int,
-        accumulation_steps: int,
-        policy: PrecisionPolicy,
-        micro_batch_size: int | None = None,
-        hidden_size: int | None = None,
-        parameter_dtype: torch.dtype | None = None,
-    ) -> dict[str, Any]:
-        """The dictionary for `deepspeed.initialize(config=...)`, complete and without any "auto".
-
-        Args:
-            world_size: how many processes share the data.
-            accumulation_steps: those of the Accelerator.
-            policy: the dtypes that are to hold.
-            micro_batch_size: rows of a batch on one process, if a prepared loader tells.
-            hidden_size: that of the model (`hidden_size_of`), if it tells.
-            parameter_dtype: that of the model's trained parameters, if they share one.
-
-        Raises:
-            ValueError: what the configuration says contradicts these, or an "auto" stays open.
-        """
-        values = copy.deepcopy(dict(self.values))
-        return complete(
-            values,
-            self.source,
-            self.stage,
-            world_size=world_size,
-            accumulation_steps=accumulation_steps,
-            policy=policy,
-            micro_batch_size=micro_batch_size,
-            hidden_size=hidden_size,
-            parameter_dtype=parameter_dtype,
-        )
+    def resolved(self, **facts: Any) -> dict[str, Any]:
+        """A dictionary for `deepspeed.initialize(config=...)`, without any "auto". See `complete`."""
+        return complete(copy.deepcopy(dict(self.values)), self.source, self.stage, **facts)
 
 
 def hidden_size_of(model: object) -> int | None:

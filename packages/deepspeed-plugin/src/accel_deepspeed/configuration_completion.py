@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from accel_deepspeed.configuration_keys import autos
-from accel_deepspeed.configuration_offload import check_folders
+from accel_deepspeed.configuration_offload import check_folders, keep_state_here
 from accel_deepspeed.configuration_precision import settle_precision
 
 if TYPE_CHECKING:
@@ -36,11 +36,24 @@ def complete(
     world_size: int,
     accumulation_steps: int,
     policy: PrecisionPolicy,
-    micro_batch_size: int | None,
-    hidden_size: int | None,
-    parameter_dtype: torch.dtype | None,
+    micro_batch_size: int | None = None,
+    hidden_size: int | None = None,
+    parameter_dtype: torch.dtype | None = None,
 ) -> dict[str, Any]:
-    """See `Configuration.resolved`. Changes `values`, and returns it."""
+    """Completes a configuration in place, and returns it.
+
+    Args:
+        values: what was read; source: how messages call it; stage: of ZeRO.
+        world_size: how many processes share the data.
+        accumulation_steps: those of the Accelerator.
+        policy: the dtypes that are to hold.
+        micro_batch_size: rows of a batch on one process, if a prepared loader tells.
+        hidden_size: that of the model (`hidden_size_of`), if it tells.
+        parameter_dtype: that of the model's trained parameters, if they share one.
+
+    Raises:
+        ValueError: what the configuration says contradicts these, or an "auto" stays open.
+    """
     _settle_batches(values, source, world_size, accumulation_steps, micro_batch_size)
     settle_precision(values, source, stage, policy, parameter_dtype)
     _settle_sizes(values["zero_optimization"], source, stage, hidden_size)
@@ -52,6 +65,7 @@ def complete(
     values.setdefault("steps_per_print", None)  # by default it reports each tenth step, which the loop may do too
     _check_autos(values, source)
     check_folders(values["zero_optimization"])
+    keep_state_here(values["zero_optimization"])
     return values
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-Source = Mapping[str, Any] | str | Path | None
-"""Where a configuration comes from. Objects with an attribute `config` (`HfDeepSpeedConfig`) are taken too."""
 
 
 def load(config: object) -> tuple[dict[str, Any], str]:
@@ -38,27 +36,21 @@ def _read_file(path: Path) -> dict[str, Any]:
             f"JSON file, or a dictionary."
         )
     try:
-        config = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_repetition)
+        config = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=partial(_without_repetition, path))
     except json.JSONDecodeError as error:
         raise ValueError(
             f"{path}, line {error.lineno}, column {error.colno}: this is not JSON: {error.msg}. Names and texts stand in double "
             f"quotes, and there are no comments and no comma after the last entry."
         ) from error
-    except _RepeatedKeyError as error:
-        raise ValueError(f"{path} has the key {str(error)!r} twice in one section. Keep one of them.") from error
     if not isinstance(config, dict):
         raise ValueError(f"{path} holds a {type(config).__name__}, where an object of keys is expected: {{...}}.")
     return config
 
 
-class _RepeatedKeyError(Exception):
-    """A key stands twice in one object, of which JSON would keep the last."""
-
-
-def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise _RepeatedKeyError(name)
-        found[name] = value
+def _without_repetition(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object's entries; JSON would keep the last of a key that stands there twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(name for number, (name, _) in enumerate(pairs) if name in dict(pairs[:number]))
+        raise ValueError(f"{path} has the key {twice!r} twice in one section. Keep one of them.")
     return found

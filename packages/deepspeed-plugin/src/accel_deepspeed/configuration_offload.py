@@ -67,22 +67,24 @@ def check_folders(zero: Mapping[str, Any]) -> None:
             )
 
 
-def check_files(device_of_optimizer: str, device_of_parameters: str, stays: str) -> None:
-    """Raises for what DeepSpeed has in files alone where it is read and written in memory here.
+def keep_state_here(zero: dict[str, Any]) -> None:
+    """Has DeepSpeed offload optimizer state to the host, whose memory `StateFiles` makes files."""
+    section = zero.get("offload_optimizer", {})
+    if section.get("device") == "nvme":
+        kept = {name: section[name] for name in ("pin_memory", "ratio") if name in section}
+        zero["offload_optimizer"] = {**kept, "device": "cpu"}
+
+
+def check_files(device_of_parameters: str, stays: str) -> None:
+    """Raises for parameters that would be in files alone, and are read and written in memory here.
 
     Args:
-        device_of_optimizer: where optimizer state is kept.
         device_of_parameters: where parameters are kept.
-        stays: which parameters have no masters yet, or never; empty: none.
+        stays: which of them have no masters yet, or never; empty: none.
 
     Raises:
         ValueError: with what to write instead.
     """
-    if device_of_optimizer == "nvme":
-        raise ValueError(
-            "offload_optimizer to 'nvme' was asked for, but masters and gradients would be in files between steps, and they are clipped, "
-            "saved and loaded in memory here. Write offload_optimizer='cpu'; offload_param='nvme' keeps parameters in files."
-        )
     if device_of_parameters == "nvme" and stays:
         raise ValueError(
             f"offload_param to 'nvme' was asked for with {stays}, which would be in files alone, and are saved and loaded in memory here. "

@@ -50,7 +50,7 @@ def compiled_for(optimizer: optim.Optimizer | None, configuration: Configuration
         section = configuration.optimizer
         if not section.get("params", {}).get("torch_adam"):
             names.append(_ON_CPUS.get(section["type"].lower(), ""))
-    if "nvme" in (configuration.offload_optimizer, configuration.offload_param):
+    if configuration.offload_param == "nvme":
         names.append("async_io")
     if any(value for name, value in configuration.values["zero_optimization"].items() if "quantized" in name):
         names.append("quantizer")

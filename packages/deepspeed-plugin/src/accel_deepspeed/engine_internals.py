@@ -16,6 +16,8 @@ import torch
 if TYPE_CHECKING:
     from torch import nn
 
+    from accel_deepspeed.state_files import StateFiles
+
 
 class Fragment(NamedTuple):
     """The elements of a parameter that a rank steps.
@@ -222,6 +224,31 @@ class ShardedPartitions(Partitions):
                 group, offset, _ = self.zero.grad_position[self.zero.get_param_id(parameter)]
                 start, numel = shard_of(parameter)
                 yield parameter, Fragment(group, offset, start, numel)
+
+    def join_memory(self) -> None:
+        """Has masters lie in the memory of parameters, where they are the same.
+
+        DeepSpeed means to, but compares a device with the name of one, and they are never equal.
+        """
+        for master, flat in zip(self.masters, self.zero.fp16_partitioned_groups_flat, strict=True):
+            if flat is not None and (flat.dtype, flat.device) == (master.dtype, master.device):
+                master.data = flat.data
+
+    def keep_in(self, files: StateFiles) -> None:
+        """Moves masters into files, and optimizer state when a group has first been stepped."""
+        for master in self.masters:
+            master.data = files.copy_of(master)
+        step = self.zero._optimizer_step
+
+        def step_and_keep(group: int) -> None:
+            step(group)
+            master = self.masters[group]
+            state = self.inner.state[master]
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and value.shape == master.shape:
+                    state[name] = files.copy_of(value)
+
+        self.zero._optimizer_step = step_and_keep
 
     def gradients(self) -> Sequence[torch.Tensor]:
         """See `Partitions`."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from accel_core.api.checkpoint import on_each_rank
 from accel_core.api.component import flatten
 from accel_core.api.layouts import Elementwise, GradientState, Partial, Replicated, flat_range, pieces_of
 from accel_deepspeed import clipping, optimizer_double
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from accel_core import World
     from accel_core.api.checkpoint import SavedOptimizer
+    from accel_deepspeed.state_files import StateFiles
 
 _live: list[ModelEngine] = []
 
@@ -55,6 +57,7 @@ class ModelEngine:
         steps: whether DeepSpeed steps it; in stage 0 it steps by itself.
         config: complete, for `deepspeed.initialize`.
         world: the processes.
+        files: where masters and optimizer state are kept; None: in memory.
 
     Attributes:
         fragments: by the `id` of a parameter that is stepped here, its part on this rank.
@@ -66,7 +69,13 @@ class ModelEngine:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: Optimizer, steps: bool, config: Mapping[str, Any], world: World
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        steps: bool,
+        config: Mapping[str, Any],
+        world: World,
+        files: StateFiles | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -80,6 +89,7 @@ class ModelEngine:
         self.engine._backward_prologue = _nothing
         self.engine._backward_prologue_per_tensor = self._reached
         self._world = world
+        self._files = files
         self._shown_rank = shown_rank(world)
         self._partitions: Partitions | None = None
         self.fragments: dict[int, Fragment] = {}
@@ -87,6 +97,8 @@ class ModelEngine:
         if steps:
             self._partitions = partitions_of(self.engine)
             self._partitions.on_ready = self._begin
+            if isinstance(self._partitions, ShardedPartitions):
+                self._settle_masters(self._partitions)
             for parameter, fragment in self._partitions.fragments():
                 self.fragments[id(parameter)] = fragment
                 self._parameters[id(parameter)] = parameter
@@ -104,6 +116,13 @@ class ModelEngine:
         if any(optimizer.state.get(parameter) for parameter in self._parameters.values()):
             self._adopt_state()
         _live.append(self)
+
+    def _settle_masters(self, partitions: ShardedPartitions) -> None:
+        files = self._files
+        if files is None:
+            partitions.join_memory()
+        else:
+            on_each_rank(self._world, "for masters to be put into files", lambda: partitions.keep_in(files))
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], synchronises: bool) -> Any:
         """Calls the model. Whether the backward behind it synchronises is decided here."""
@@ -293,7 +312,11 @@ class ModelEngine:
         fragment = self.fragments[id(parameter)]
         place = fragment.group, key
         if place not in self._memory:
-            self._memory[place] = torch.zeros_like(self._partitions.masters[fragment.group].detach(), dtype=dtype)
+            master = self._partitions.masters[fragment.group].detach()
+            in_file = self._files if master.device.type == "cpu" else None
+            self._memory[place] = (
+                in_file.zeros(master.numel(), dtype) if in_file else torch.zeros_like(master, dtype=dtype)
+            )
         return self._memory[place].narrow(0, fragment.offset, fragment.numel)
 
     def take_state(self) -> None:
@@ -304,6 +327,7 @@ class ModelEngine:
         for key, fragment in self.fragments.items():
             state = self.optimizer.state.get(self._parameters[key])
             if state:
+                self._lay_out(self._parameters[key], fragment, state)
                 self._check_shared(by_group.setdefault(fragment.group, dict(state)), state)
         for group, flat in enumerate(masters):
             inner.state.pop(flat, None)
@@ -314,6 +338,14 @@ class ModelEngine:
         self._memory.clear()
         self._linked = False
         self.link_state()
+
+    def _lay_out(self, parameter: nn.Parameter, fragment: Fragment, state: Mapping[str, Any]) -> None:
+        """Copies into the flat tensors what is not there: state of unknown optimizers, saved as one."""
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.shape == (fragment.numel,):
+                part = self.state_memory(parameter, name, value.dtype)
+                if part.data_ptr() != value.data_ptr():
+                    part.copy_(value)
 
     def _check_shared(self, first: Mapping[str, Any], state: Mapping[str, Any]) -> None:
         """Raises if a value that is one for a whole partition differs between its parameters."""

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _SHAPE, _CUT = (3, 4), 5
 _STEPS = 2
 _RATE = 0.1
+_COMPILED = "ds_opt_"  # names of DeepSpeed's, behind which C++ keeps an object for each number
 _SHADOWED = ("step", "zero_grad", "add_param_group", "__reduce_ex__")  # on the instance, by gates and schedulers
 
 
@@ -89,6 +90,13 @@ def check(optimizer: Optimizer) -> None:
         )
 
 
+def declare_layouts(optimizer: Optimizer) -> None:
+    """Tells checkpoints how state of DeepSpeed's own optimizers is laid out, so that any world reads it."""
+    if type(optimizer).__module__.startswith("deepspeed.ops."):
+        elementwise = dict.fromkeys(("exp_avg", "exp_avg_sq", "sum"), "elementwise")
+        vars(optimizer).setdefault("accel_layouts", {**elementwise, "step": "replicated"})
+
+
 def _tried(optimizer: Optimizer, values: Sequence[torch.Tensor]) -> torch.Tensor:
     """The values after some steps of a copy of an optimizer, flat."""
     parts = [nn.Parameter(value.clone()) for value in values]
@@ -105,9 +113,24 @@ def _again(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
     """A new optimizer with another's attributes, without hooks and additions to the instance."""
     kind = type(optimizer)
     double: Optimizer = kind.__new__(kind)
-    vars(double).update({name: value for name, value in vars(optimizer).items() if not _is_of_others(name)})
+    own = {name: value for name, value in vars(optimizer).items() if not _is_of_others(name)}
+    vars(double).update({name: _Lent(value) if name.startswith(_COMPILED) else value for name, value in own.items()})
     double.__setstate__({"state": defaultdict(dict), "param_groups": groups, "defaults": dict(optimizer.defaults)})
     return double
+
+
+class _Lent:
+    """The operator of a compiled optimizer, for a double: its end does not destroy what both use."""
+
+    def __init__(self, operator: Any) -> None:
+        self._operator = operator
+
+    def __getattr__(self, name: str) -> Any:
+        return _keep if name.startswith("destroy_") else getattr(self._operator, name)
+
+
+def _keep(*_: Any) -> None:
+    """The optimizer of the user's destroys it."""
 
 
 def _is_of_others(name: str) -> bool:

@@ -45,6 +45,7 @@ from accel_deepspeed.older_names import OlderAttributes
 from accel_deepspeed.operators import prepare_operators
 from accel_deepspeed.prepared_model import NoSync, PreparedModel, engine_of, set_engine
 from accel_deepspeed.sharding import ZeroSharding
+from accel_deepspeed.state_files import StateFiles
 from accel_deepspeed.zero_init import build, cast, is_built
 
 if TYPE_CHECKING:
@@ -73,8 +74,8 @@ class DeepSpeed(OlderAttributes, Strategy):
             parameters as well. None: what the configuration says, else 2.
         config: a configuration of DeepSpeed: a dictionary, or the path of a JSON file. "auto" is
             filled in when a model is prepared.
-        offload_optimizer: where optimizer state and masters are kept: "cpu" or "none"; None: what
-            the configuration says.
+        offload_optimizer: where optimizer state and masters are kept: "cpu", "nvme" (stage 3), or
+            "none"; None: what the configuration says.
         offload_param: where parameters are kept that are not in use, in stage 3: "cpu", "nvme" (all
             are trained then), or "none"; None: as above.
         offload_folder: where "nvme" is.
@@ -309,6 +310,8 @@ class DeepSpeed(OlderAttributes, Strategy):
         """The parts on this rank."""
         from accel_checkpoint import capture_optimizer
 
+        for engine in self._stepping(optimizer):
+            engine.link_state()  # for numbers, which are no views
         return capture_optimizer(optimizer, names, ZeroSharding())
 
     @hookimpl
@@ -316,8 +319,7 @@ class DeepSpeed(OlderAttributes, Strategy):
         """See `accel_checkpoint.list_misfits`; also values that differ within a group."""
         from accel_checkpoint import list_misfits
 
-        engines = [engine for engine in self._engines() if engine.optimizer is optimizer and engine.steps]
-        unlike = (engine.list_unlike(names, saved) for engine in engines)
+        unlike = (engine.list_unlike(names, saved) for engine in self._stepping(optimizer))
         return list_misfits(optimizer, names, ZeroSharding(), saved) or [line for each in unlike for line in each]
 
     @hookimpl
@@ -326,9 +328,8 @@ class DeepSpeed(OlderAttributes, Strategy):
         from accel_checkpoint import restore_optimizer
 
         restore_optimizer(optimizer, names, ZeroSharding(), saved)
-        for engine in self._engines():
-            if engine.optimizer is optimizer and engine.steps:
-                engine.take_state()
+        for engine in self._stepping(optimizer):
+            engine.take_state()
 
     @property
     def _world(self) -> World:
@@ -345,6 +346,10 @@ class DeepSpeed(OlderAttributes, Strategy):
             if engine is not None:
                 yield engine
 
+    def _stepping(self, optimizer: Optimizer) -> list[ModelEngine]:
+        """The engines that step in the place of an optimizer."""
+        return [engine for engine in self._engines() if engine.optimizer is optimizer and engine.steps]
+
     def _make_engine(self, prepared: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         from accel_deepspeed import communication
 
@@ -357,9 +362,12 @@ class DeepSpeed(OlderAttributes, Strategy):
         realise(optimizer, configuration, self._world.device.type)
         if configuration.stage:
             optimizer_double.check(optimizer)
+            optimizer_double.declare_layouts(optimizer)
         if self._leaves and configuration.stage == 3:
             set_leaf_modules(model, self._leaves)
-        engine = ModelEngine(model, optimizer, configuration.stage > 0, config, self._world)
+        folder = configuration.state_folder
+        files = None if folder is None else StateFiles(folder)
+        engine = ModelEngine(model, optimizer, configuration.stage > 0, config, self._world, files)
         set_engine(prepared, engine)
         weakref.finalize(prepared, engine.close).atexit = False
         self._world.close_before_end(engine)
@@ -378,7 +386,7 @@ class DeepSpeed(OlderAttributes, Strategy):
         )
 
     def _check_files(self, stays: str) -> None:
-        check_files(self.configuration.offload_optimizer, self.configuration.offload_param, stays)
+        check_files(self.configuration.offload_param, stays)
 
     def _config_without_dtypes(self) -> dict[str, Any]:
         """A configuration for building a model in single precision; it is cast when prepared."""
