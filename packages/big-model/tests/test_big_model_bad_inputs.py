@@ -7,12 +7,12 @@ import os
 
 import pytest
 import torch
+from small_models import loaded, seeded
 from torch import nn
 
 from accel_big_model import (
     disk_offload,
     dispatch_model,
-    init_empty_weights,
     load_checkpoint_and_dispatch,
     offload_state_dict,
 )
@@ -21,8 +21,7 @@ from accel_core import CheckpointError
 
 
 def net() -> nn.Sequential:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    return seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
 
 
 X = torch.ones(1, 4)
@@ -35,9 +34,7 @@ def folder(tmp_path):
 
 
 def on_disk(checkpoint) -> nn.Module:
-    with init_empty_weights():
-        model = net()
-    return load_checkpoint_and_dispatch(model, checkpoint, device_map={"": "disk"})
+    return loaded(net, checkpoint, {"": "disk"})
 
 
 def test_a_file_that_is_written_to_in_the_middle_of_a_run(folder):
@@ -159,3 +156,13 @@ def test_a_folder_without_weights(tmp_path):
         FileNotFoundError, match=rf"should hold a checkpoint.*or weights.*Pass the file itself.*{tmp_path}"
     ):
         on_disk(tmp_path)
+
+
+@pytest.mark.parametrize("content", [{}, {"0.weight": "model.safetensors"}, {"metadata": {}}, []])
+def test_an_index_without_a_weight_map(content, folder):
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps(content))
+    with pytest.raises(
+        CheckpointError, match=r"index.json should be an index of weights, a JSON object whose weight_map"
+    ):
+        on_disk(index)

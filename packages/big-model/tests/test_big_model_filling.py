@@ -7,14 +7,13 @@ import shutil
 
 import pytest
 import torch
-from torch import nn
+from small_models import IDS, Small, empty, seeded
 
 import accel_core
 from accel_big_model import (
     align_module_device,
     dispatch_model,
     has_offloaded_params,
-    init_empty_weights,
     load_checkpoint_and_dispatch,
     load_checkpoint_in_model,
     weights,
@@ -22,31 +21,11 @@ from accel_big_model import (
 from accel_checkpoint import write_weights
 from accel_core import Accelerator, CheckpointError
 
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(11, 8)
-        self.middle = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
-        self.head = nn.Linear(8, 11, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, ids):
-        return self.head(self.middle(self.embedding(ids)))
-
-
-IDS = torch.tensor([1, 5, 10, 0])
 MAP = {"embedding": "cpu", "middle": "disk", "head": "cpu"}
 
 
-def net() -> Net:
-    torch.manual_seed(3)
-    return Net().eval()
-
-
-def empty() -> Net:
-    with init_empty_weights():
-        return Net().eval()
+def net() -> Small:
+    return seeded(Small)
 
 
 def saved_state(folder):
@@ -67,7 +46,7 @@ FORMS = {
 @pytest.mark.parametrize("places", [MAP, {"": "disk"}, {"embedding": "disk", "middle": "cpu", "head": "cpu"}])
 def test_a_model_is_filled_and_then_dispatched(form, places, tmp_path):
     FORMS[form](tmp_path / "weights")
-    model = empty()
+    model = empty(net)
     load_checkpoint_in_model(model, tmp_path / "weights", places, offload_folder=tmp_path / "offloaded")
     assert {parameter.device.type for parameter in model.middle.parameters()} == {
         places.get("middle", "disk").replace("disk", "meta")
@@ -82,7 +61,7 @@ def test_a_model_is_filled_and_then_dispatched(form, places, tmp_path):
 def test_a_model_that_is_written_to_a_folder_needs_its_files_no_longer(form, tmp_path):
     FORMS[form](tmp_path / "weights")
     options = {"device_map": MAP, "offload_folder": tmp_path / "offloaded", "dtype": torch.bfloat16}
-    model = load_checkpoint_and_dispatch(empty(), tmp_path / "weights", **options)
+    model = load_checkpoint_and_dispatch(empty(net), tmp_path / "weights", **options)
     shutil.rmtree(tmp_path / "weights")
     for _ in range(2):
         assert torch.equal(model(IDS), net().bfloat16()(IDS))
@@ -108,7 +87,7 @@ def test_what_is_offloaded_to_main_memory_is_not_read_again(tmp_path, reads):
     """It computes on another device, for which meta stands here."""
     FORMS["folder"](tmp_path)
     places = {"embedding": "meta", "middle.0": "cpu", "middle.1": "disk", "head": "meta"}
-    model = load_checkpoint_and_dispatch(empty(), tmp_path, device_map=places)
+    model = load_checkpoint_and_dispatch(empty(net), tmp_path, device_map=places)
     reads.clear()
     assert has_offloaded_params(model.middle[0])
     model(IDS.to("meta"))
@@ -124,7 +103,7 @@ def test_what_is_offloaded_to_main_memory_is_not_read_again(tmp_path, reads):
 )
 def test_a_file_may_be_named(form, name, tmp_path):
     FORMS[form](tmp_path)
-    model = empty()
+    model = empty(net)
     load_checkpoint_in_model(model, tmp_path / name)
     assert torch.equal(model(IDS), net()(IDS))
 
@@ -132,7 +111,7 @@ def test_a_file_may_be_named(form, name, tmp_path):
 def test_what_is_offloaded_is_written_once_and_in_its_dtype(tmp_path):
     FORMS["folder"](tmp_path)
     offloaded = tmp_path / "offloaded"
-    load_checkpoint_in_model(empty(), tmp_path, {"": "disk"}, offloaded, dtype="bfloat16", offload_state_dict=True)
+    load_checkpoint_in_model(empty(net), tmp_path, {"": "disk"}, offloaded, dtype="bfloat16", offload_state_dict=True)
     index = json.loads((offloaded / "index.json").read_text())
     assert [*index] == ["embedding.weight", "middle.0.weight", "middle.0.bias", "middle.1.weight", "middle.1.bias"]
     assert {entry["dtype"] for entry in index.values()} == {"bfloat16"}
@@ -141,7 +120,7 @@ def test_what_is_offloaded_is_written_once_and_in_its_dtype(tmp_path):
 
 def test_buffers_are_written_where_asked_for(tmp_path):
     FORMS["folder"](tmp_path)
-    model = empty()
+    model = empty(net)
     load_checkpoint_in_model(model, tmp_path, {"": "disk"}, tmp_path / "a", offload_buffers=True)
     assert (tmp_path / "a" / "middle.1.running_mean.dat").is_file()
     assert model.middle[1].running_mean.is_meta
@@ -151,19 +130,19 @@ def test_buffers_are_written_where_asked_for(tmp_path):
 
 def test_modules_stay_wide(tmp_path):
     FORMS["folder"](tmp_path)
-    model = empty()
+    model = empty(net)
     load_checkpoint_in_model(
         model, tmp_path, MAP, tmp_path / "a", dtype=torch.bfloat16, keep_in_fp32_modules=["middle"]
     )
     assert model.embedding.weight.dtype == torch.bfloat16
     assert {parameter.dtype for parameter in model.middle.parameters()} == {torch.float32}
-    with pytest.raises(ValueError, match="keep_in_fp32_modules= names no weights of this Net: muddle"):
-        load_checkpoint_in_model(empty(), tmp_path, dtype=torch.bfloat16, keep_in_fp32_modules=["muddle"])
+    with pytest.raises(ValueError, match="keep_in_fp32_modules= names no weights of this Small: muddle"):
+        load_checkpoint_in_model(empty(net), tmp_path, dtype=torch.bfloat16, keep_in_fp32_modules=["muddle"])
 
 
 def test_a_model_in_memory_is_filled_where_it_is(tmp_path):
     FORMS["folder"](tmp_path)
-    model = Net().eval()
+    model = Small().eval()
     parameters = [*model.parameters()]
     load_checkpoint_in_model(model, tmp_path)
     assert all(new is old for new, old in zip(model.parameters(), parameters, strict=True))
@@ -176,8 +155,8 @@ def test_what_does_not_fit_is_refused_or_told(tmp_path):
     write_weights({**state, "other": torch.ones(1)}, tmp_path)
     words = "1 missing: middle.0.bias; 1 unknown to the model: other"
     with pytest.raises(CheckpointError, match=f"{words}. Pass strict=False"):
-        load_checkpoint_in_model(empty(), tmp_path, {"": "cpu"})
-    model = Net()
+        load_checkpoint_in_model(empty(net), tmp_path, {"": "cpu"})
+    model = Small()
     before = model.middle[0].bias.clone()
     with pytest.warns(UserWarning, match=f"{words}. The rest is read, because of strict=False"):
         load_checkpoint_in_model(model, tmp_path, {"": "cpu"}, strict=False)
@@ -194,17 +173,17 @@ def test_what_does_not_fit_is_refused_or_told(tmp_path):
 def test_arguments_that_cannot_be_followed_are_refused(options, message, tmp_path):
     FORMS["folder"](tmp_path)
     with pytest.raises(ValueError, match=message):
-        load_checkpoint_in_model(empty(), tmp_path, **options)
+        load_checkpoint_in_model(empty(net), tmp_path, **options)
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     FORMS["folder"](tmp_path)
     with pytest.raises(OSError, match="model.safetensors"):
-        load_checkpoint_in_model(empty(), tmp_path, MAP, tmp_path / "model.safetensors")
+        load_checkpoint_in_model(empty(net), tmp_path, MAP, tmp_path / "model.safetensors")
 
 
 def test_the_function_of_the_core_serves_maps(tmp_path):
     FORMS["folder"](tmp_path)
-    model = empty()
+    model = empty(net)
     accel_core.load_checkpoint_in_model(model, tmp_path, MAP, offload_folder=tmp_path / "offloaded", dtype="bfloat16")
     assert torch.equal(dispatch_model(model, MAP, offload_dir=tmp_path / "offloaded")(IDS), net().bfloat16()(IDS))

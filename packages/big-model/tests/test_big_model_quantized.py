@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from accel_big_model import BnbQuantizationConfig, init_empty_weights, load_and_quantize_model
+from accel_big_model import BnbQuantizationConfig, align_module_device, init_empty_weights, load_and_quantize_model
 from accel_checkpoint import write_weights
-from accel_core import CheckpointError, NotInstalledError
+from accel_core import Accelerator, CheckpointError, NotInstalledError
 
 
 class Net(nn.Module):
@@ -117,6 +117,10 @@ class TestBitsandbytes:
             "norm": "cpu",
             "head": "cpu",
         }
+        with pytest.raises(
+            ValueError, match="layers of bitsandbytes keep the weights .* Leave it out: .* Or use torchao"
+        ):
+            load_and_quantize_model(empty(), config, weights, device_map=places, offload_folder=weights / "folder")
         model = load_and_quantize_model(empty(), config, weights, device_map=places)
         assert type(model.blocks[1][0]) is nn.Linear
         assert model.blocks[1][0].weight.is_meta
@@ -175,6 +179,41 @@ class TestTorchao:
     def test_a_copy_of_one_computes_the_same(self, weights):
         model = load_and_quantize_model(empty(), int8(), weights, device_map={"": "cpu"})
         assert torch.equal(copy.deepcopy(model)(IDS), model(IDS))
+
+    @pytest.mark.parametrize("places", [{"": "disk"}, {"blocks.1": "disk", "": "cpu"}])
+    def test_quantised_weights_are_written_and_read_for_each_call(self, places, weights, tmp_path):
+        if "blocks.1" in places:
+            places = {**dict.fromkeys(("embedding", "blocks.0", "blocks.2", "norm", "head"), "cpu"), "blocks.1": "disk"}
+        folder = tmp_path / "quantised"
+        expected = load_and_quantize_model(empty(), int8(), weights, device_map={"": "cpu"})
+        model = load_and_quantize_model(empty(), int8(), weights, device_map=places, offload_folder=folder)
+        written = [path.name for path in folder.glob("blocks.1.*.dat")]
+        assert len(written) > 2
+        assert sum(path.stat().st_size for path in folder.glob("blocks.1.*")) < 0.3 * size(net().blocks[1])
+        with torch.no_grad():
+            for each in (model, model, copy.deepcopy(model)):
+                assert torch.equal(each(IDS), expected(IDS))
+        assert model.blocks[1][0].weight.is_meta
+        assert model.blocks[1][0].bias.is_meta
+        with align_module_device(model.blocks[1][0]):
+            assert type(model.blocks[1][0].weight).__name__ == "Int8Tensor"
+        accelerator = Accelerator(cpu=True)
+        with pytest.raises((CheckpointError, ValueError), match="Int8Tensor"):  # offloaded, or here
+            accelerator.save_model(model, tmp_path / "saved")
+        with pytest.raises(ValueError, match="has weights already, and quantised ones are written anew: pass an empty"):
+            load_and_quantize_model(empty(), int8(), weights, device_map=places, offload_folder=folder)
+
+    def test_a_limit_of_memory_offloads_quantised_weights(self, weights, tmp_path):
+        options = {"device_map": "auto", "max_memory": {"cpu": int(0.25 * size(net()))}}
+        with pytest.raises(ValueError, match=r"device_map='auto' would offload .*with torchao, an offload_folder="):
+            load_and_quantize_model(empty(), int8(), weights, **options)
+        model = load_and_quantize_model(empty(), int8(), weights, **options, offload_folder=tmp_path / "quantised")
+        assert set(model.hf_device_map.values()) == {"cpu", "disk"}
+        assert 0 < error(model, net()(IDS)) < 0.03
+
+    def test_a_folder_without_use_is_refused(self, weights, tmp_path):
+        with pytest.raises(ValueError, match="the map has no layer to quantise on 'disk': leave it out"):
+            load_and_quantize_model(empty(), int8(), weights, offload_folder=tmp_path / "quantised")
 
     def test_layers_that_torchao_leaves_are_not_left_in_silence(self, weights):
         config = pytest.importorskip("torchao.quantization").Int4WeightOnlyConfig(group_size=128)

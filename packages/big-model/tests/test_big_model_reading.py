@@ -162,9 +162,11 @@ def test_a_folder_of_another_shape_is_refused(tmp_path):
         set_module_tensor_to_device(nn.Linear(2, 2), "weight", "cpu", value=weights["weight"])
 
 
+@pytest.mark.parametrize("threads", [1, 2, 4])
 @pytest.mark.parametrize("form", ["safetensors", "bin"])
-def test_large_tensors_of_any_form_are_whole(tmp_path, form):
-    """Also where gradients are forbidden for good, and where the tensor has one row."""
+def test_large_tensors_of_any_form_are_whole(tmp_path, form, threads, monkeypatch):
+    """Also where gradients are forbidden for good, and where the tensor has fewer rows than there are threads."""
+    monkeypatch.setattr("accel_big_model.weights._LOADING", threads)
     torch.manual_seed(2)
     tensors = {
         "a": torch.randn(1, 1 << 20),

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from small_models import IDS, Net, loaded, seeded
 from torch import nn
 
 from accel_big_model import (
@@ -39,29 +40,8 @@ from accel_checkpoint import write_weights
 from accel_core import CheckpointError
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(11, 8)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(3))
-        self.norm = nn.BatchNorm1d(8)
-        self.head = nn.Linear(8, 11, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, ids, scale=None):
-        x = self.embedding(ids)
-        for block in self.blocks:
-            x = x + block(x)
-        x = self.head(self.norm(x))
-        return x if scale is None else x * scale
-
-
-IDS = torch.tensor([1, 5, 10, 0])
-
-
 def net() -> Net:
-    torch.manual_seed(3)
-    return Net().eval()
+    return seeded(Net)
 
 
 @pytest.fixture
@@ -91,9 +71,7 @@ MAPS = [
 @pytest.mark.parametrize("places", MAPS)
 def test_a_model_that_is_read_from_its_files_gives_the_same_bits(files, places):
     expected = net()(IDS)
-    with init_empty_weights():
-        model = Net().eval()
-    model = load_checkpoint_and_dispatch(model, files, device_map=places)
+    model = loaded(net, files, device_map=places)
     for _ in range(3):  # the first pass learns the order, the others fetch ahead
         with torch.no_grad():
             assert torch.equal(model(IDS), expected)
@@ -101,9 +79,7 @@ def test_a_model_that_is_read_from_its_files_gives_the_same_bits(files, places):
 
 
 def test_weights_on_disk_have_no_memory_between_calls(files):
-    with init_empty_weights():
-        model = Net().eval()
-    model = load_checkpoint_and_dispatch(model, files, device_map=MAPS[1])
+    model = loaded(net, files, device_map=MAPS[1])
     model(IDS)
     assert {parameter.device.type for parameter in model.blocks.parameters()} == {"meta"}
     assert {parameter.device.type for parameter in model.norm.parameters()} == {"cpu"}
@@ -111,25 +87,19 @@ def test_weights_on_disk_have_no_memory_between_calls(files):
 
 
 def test_everything_in_one_place_needs_no_hook(files):
-    with init_empty_weights():
-        model = Net().eval()
-    model = load_checkpoint_and_dispatch(model, files, device_map={"": "cpu"})
+    model = loaded(net, files, device_map={"": "cpu"})
     assert not hasattr(model, "_hf_hook")
     assert torch.equal(model(IDS), net()(IDS))
     assert model.head.weight is model.embedding.weight
 
 
 def test_a_dtype_is_that_of_all_floating_weights(files):
-    with init_empty_weights():
-        model = Net().eval()
-    model = load_checkpoint_and_dispatch(model, files, device_map=MAPS[1], dtype=torch.bfloat16)
+    model = loaded(net, files, device_map=MAPS[1], dtype=torch.bfloat16)
     assert torch.equal(model(IDS), net().bfloat16()(IDS))
 
 
 def test_auto_places_by_the_limits(files):
-    with init_empty_weights():
-        model = Net().eval()
-    model = load_checkpoint_and_dispatch(model, files, device_map="auto", max_memory={"cpu": 1300})
+    model = loaded(net, files, device_map="auto", max_memory={"cpu": 1300})
     assert set(model.hf_device_map.values()) == {"cpu", "disk"}
     assert torch.equal(model(IDS), net()(IDS))
 
@@ -214,9 +184,7 @@ def test_a_copy_of_an_offloaded_model_runs_by_itself(files):
 
 def test_a_copy_reads_what_the_original_reads(files):
     """Other weights have been saved under the same names by then."""
-    with init_empty_weights():
-        model = Net().eval()
-    model = load_checkpoint_and_dispatch(model, files, device_map=MAPS[1])
+    model = loaded(net, files, device_map=MAPS[1])
     write_weights({name: value + 1 for name, value in net().state_dict().items()}, files)
     other = copy.deepcopy(model)
     assert torch.equal(other(IDS), net()(IDS))
@@ -657,3 +625,66 @@ def test_weights_without_elements_keep_their_shapes_where_one_is_offloaded():
     shapes = {name: value.shape for name, value in model.state_dict().items()}
     cpu_offload(model[1])
     assert {name: value.shape for name, value in get_state_dict_offloaded_model(model).items()} == shapes
+
+
+class Counting(nn.Module):
+    """Replaces a buffer in each call."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(2))
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        return x * self.weight + self.calls
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+@pytest.mark.parametrize(("module", "x", "message"), [
+    (lambda: nn.Embedding(4, 3, max_norm=0.1), torch.tensor([1]), "Embedding wrote to its parameter weight, .* Give the module"),
+    (Counting, torch.ones(2), "Counting replaced its buffer calls, .* Leave offload_buffers= out"),
+    (lambda: nn.BatchNorm1d(3), torch.randn(4, 3), r"BatchNorm1d wrote to its buffer .*or call eval\(\)"),
+])  # fmt: skip
+def test_what_a_forward_writes_to_offloaded_weights_is_not_lost_in_silence(module, x, message, mode, tmp_path):
+    model = disk_offload(module(), tmp_path / "disk", offload_buffers=True)
+    with mode(), pytest.raises(RuntimeError, match=message):
+        model(x)
+    assert all(each.is_meta for each in (*model.parameters(), *model.buffers()))
+
+
+def test_what_a_forward_writes_stays_where_there_is_memory_for_it(tmp_path):
+    torch.manual_seed(0)
+    model, ids = nn.Embedding(4, 3, max_norm=0.1), torch.tensor([1])
+    expected = copy.deepcopy(model)
+    model = cpu_offload(model)
+    for _ in range(2):
+        assert torch.equal(model(ids), expected(ids))
+    assert torch.equal(get_state_dict_offloaded_model(model)["weight"], expected.weight)
+    counting = disk_offload(Counting(), tmp_path)  # its buffer stays
+    counting(torch.ones(2))
+    counting(torch.ones(2))
+    assert counting.calls.tolist() == [2.0, 2.0]
+
+
+def test_changing_a_weight_that_goes_away_again_raises(tmp_path):
+    model = disk_offload(nn.Linear(2, 2), tmp_path)
+    lost = pytest.raises(RuntimeError, match="Linear wrote to its parameter weight")
+    with lost, torch.no_grad(), align_module_device(model):
+        model.weight.zero_()
+    assert model.weight.is_meta
+
+
+@pytest.mark.parametrize("offload", [cpu_offload, lambda model: model])
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_compiling_an_offloaded_model_says_what_to_do(offload, fullgraph):
+    torch._dynamo.reset()
+    model, x = offload(nn.Sequential(nn.Linear(2, 2), nn.ReLU())), torch.ones(1, 2)
+    compiled = torch.compile(model, backend="eager", fullgraph=fullgraph)
+    if has_offloaded_params(model[0]):
+        with pytest.raises(
+            Exception, match=r"weights are offloaded was to be compiled.*or leave torch.compile\(\) out"
+        ):
+            compiled(x)
+        torch._dynamo.reset()
+    assert (compiled if offload is not cpu_offload else model)(x).shape == (1, 2)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
+from functools import partial
 
 import pytest
 import torch
+from small_models import IDS, Net, loaded, seeded
 from torch import nn
 
 from accel_big_model import (
@@ -14,37 +16,16 @@ from accel_big_model import (
     disk_offload,
     dispatch_model,
     get_state_dict_offloaded_model,
-    init_empty_weights,
-    load_checkpoint_and_dispatch,
     remove_hook_from_submodules,
     weights,
 )
 from accel_checkpoint import write_weights
 
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(11, 8)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(3))
-        self.norm = nn.LayerNorm(8)
-        self.head = nn.Linear(8, 11, bias=False)
-        self.head.weight = self.embedding.weight
-
-    def forward(self, ids):
-        x = self.embedding(ids)
-        for block in self.blocks:
-            x = x + block(x)
-        return self.head(self.norm(x))
-
-
-IDS = torch.tensor([1, 5, 10, 0])
 SOME = {"embedding": "cpu", "blocks": "disk", "norm": "cpu", "head": "disk"}
 
 
 def net() -> Net:
-    torch.manual_seed(3)
-    return Net()
+    return seeded(partial(Net, nn.LayerNorm)).train()
 
 
 @pytest.fixture
@@ -69,15 +50,9 @@ def reads(monkeypatch):
     return names
 
 
-def loaded(files, places, **options):
-    with init_empty_weights():
-        model = Net()
-    return load_checkpoint_and_dispatch(model, files, device_map=places, **options)
-
-
 def test_tied_weights_are_read_once_a_pass(files, reads):
     """The last module of a pass has the weight that the first one needs next."""
-    model = loaded(files, {"": "disk"})
+    model = loaded(net, files, {"": "disk"})
     with torch.no_grad():
         model(IDS), model(IDS)
         reads.clear()
@@ -87,7 +62,7 @@ def test_tied_weights_are_read_once_a_pass(files, reads):
 
 
 def test_tied_weights_are_read_once_for_a_module_that_has_several_names(files, reads):
-    model = loaded(files, {"": "disk"}, preload_module_classes=["Net"])
+    model = loaded(net, files, {"": "disk"}, preload_module_classes=["Net"])
     reads.clear()
     seen = []
     model.norm.register_forward_pre_hook(
@@ -99,7 +74,7 @@ def test_tied_weights_are_read_once_for_a_module_that_has_several_names(files, r
 
 
 def test_tied_weights_are_not_read_where_one_name_is_in_memory(files, reads):
-    model = loaded(files, SOME)
+    model = loaded(net, files, SOME)
     reads.clear()
     for trained in (model, copy.deepcopy(model)):
         with torch.no_grad():
@@ -114,7 +89,7 @@ def test_tied_weights_are_not_read_where_one_name_is_in_memory(files, reads):
 
 
 def test_tied_weights_get_gradients_where_one_name_is_in_memory(files):
-    model = loaded(files, {"embedding": "cpu", "blocks": "cpu", "norm": "cpu", "head": "disk"})
+    model = loaded(net, files, {"embedding": "cpu", "blocks": "cpu", "norm": "cpu", "head": "disk"})
     expected = net()
     for each in (model, expected):
         for _ in range(2):
@@ -137,7 +112,7 @@ def test_tied_weights_are_one_again_without_hooks(offload, tmp_path):
 
 
 def test_tied_weights_are_one_while_they_are_away(files):
-    model = loaded(files, {"": "disk"})
+    model = loaded(net, files, {"": "disk"})
     assert model.head.weight is model.embedding.weight
     assert len(list(model.parameters())) == len(list(net().parameters()))
     remove_hook_from_submodules(model)
@@ -147,7 +122,7 @@ def test_tied_weights_are_one_while_they_are_away(files):
 @pytest.mark.parametrize("preload", [None, ["Net"]])
 @pytest.mark.parametrize("places", [{"": "disk"}, SOME])
 def test_all_weights_are_read_for_writing(places, preload, files):
-    model = loaded(files, places, preload_module_classes=preload)
+    model = loaded(net, files, places, preload_module_classes=preload)
     state, expected = get_state_dict_offloaded_model(model), net().state_dict()
     model(IDS)  # whose weights come and go
     assert list(state) == list(expected)

@@ -8,7 +8,7 @@ Read in this order:
     shortage        what did not fit, and why
     loading         weights from files to their places
     filling         the same without hooks
-    quantized_loading, quantizers       the same with linear layers quantised
+    quantized_loading, quantizers, quantized_weights    the same with linear layers quantised
     dispatch        a model that is spread over places
     strategy        Accelerator(strategy="dispatch")
     hooks           what happens around a module's forward

@@ -16,9 +16,10 @@ from accel_big_model.module_tensors import (
     as_device,
     non_persistent_buffers,
     owner_of,
+    same_bits,
     set_module_tensor_to_device,
 )
-from accel_big_model.offloaded_parameter import Away, module_path
+from accel_big_model.offloaded_parameter import NO_COMPILING, Away, module_path
 from accel_big_model.tied_weights import TiedWeights
 from accel_core.api.component import map_tensors
 
@@ -79,7 +80,7 @@ class AlignDevicesHook(ModelHook):
         self._path = ""  # of the module in the model, with a dot behind it
         self._away: dict[str, torch.Tensor] = {}
         self._fetched: dict[str, torch.Tensor] = {}
-        self._versions: dict[str, int] = {}  # of buffers, as they were brought
+        self._brought: dict[str, tuple[torch.Tensor, int, torch.Tensor | None]] = {}  # its version, or a copy
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Moves the weights to where they compute, or takes them away."""
@@ -102,7 +103,7 @@ class AlignDevicesHook(ModelHook):
         self.nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         path = self._path = module_path(self.weights_map)
         self._away = {
-            name: self._tied.stand_in(f"{path}{name}", partial(Away.of, tensor, f"{path}{name}"))
+            name: self._tied.stand_in(f"{path}{name}", partial(Away.of, tensor, f"{path}{name}", self, name))
             for name, tensor in tensors.items()
         }
         for name, tensor in [*_each_name(module, True, self.place_submodules, persistent=False)]:
@@ -123,6 +124,15 @@ class AlignDevicesHook(ModelHook):
             if away not in found:
                 found[away] = self._tied.read(self.weights_map, self._path, name, device)
         return {name: found[id(self._away[name])] for name in self._names}
+
+    def stored(self, own: str) -> torch.Tensor:
+        """A weight in main memory, by its name in the module; in memory of its own if it is read."""
+        away = self._away[own]
+        return self._tied.read(self.weights_map or {}, self._path, own, _CPU).to(away.dtype)
+
+    def resident(self, own: str) -> torch.Tensor | None:
+        """The weight that this one is tied to, if that is in memory."""
+        return self._tied.resident(f"{self._path}{own}")
 
     def note(self, weights: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         """Notes what was fetched, and returns what is tied: it is not read again while it is in use."""
@@ -146,7 +156,9 @@ class AlignDevicesHook(ModelHook):
         return args, self._moved(kwargs, device) if kwargs else kwargs
 
     def begin(self, module: nn.Module) -> None:
-        """Raises if another thread is in the forward: it would take the weights away in the middle."""
+        """Raises if another thread is in the forward, which would take the weights away, or in torch.compile()."""
+        if self.offload and torch.compiler.is_compiling():
+            raise RuntimeError(NO_COMPILING)
         if self.offload and vars(self).setdefault("_caller", threading.get_ident()) != threading.get_ident():
             raise RuntimeError(
                 f"The forward of {type(module).__name__}, whose weights are offloaded, was called by two threads at once: they share its "
@@ -161,8 +173,7 @@ class AlignDevicesHook(ModelHook):
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Brings outputs back. Takes weights away that `pre_forward` alone has brought."""
-        if self._versions and self._fetched:
-            self._refuse_writes(module)
+        self.refuse_writes(module)
         if self.offload and "_caller" not in vars(self):  # libraries call both by hand, around what reads the weights
             self._take_all_away(module)
         if self.io_same_device and self.input_device is not None:
@@ -188,10 +199,9 @@ class AlignDevicesHook(ModelHook):
         self._fetched = fetched
         for name, value in fetched.items():
             self._place(module, name, value)
-            if not isinstance(self._away[name], nn.Parameter):
-                owner, own = owner_of(module, name)
-                if (buffer := owner._buffers.get(own)) is not None and not buffer.is_inference():
-                    self._versions[name] = buffer._version
+            placed = _tensor_of(module, name)
+            kept = placed.clone() if torch.is_inference_mode_enabled() and _is_written(module, placed) else None
+            self._brought[name] = placed, 0 if placed.is_inference() else placed._version, kept
         if torch.is_grad_enabled():
             for name in self._names:
                 owner, own = owner_of(module, name)
@@ -211,23 +221,28 @@ class AlignDevicesHook(ModelHook):
             owner, own = owner_of(module, name)
             owner._parameters[own] = filled
 
-    def _refuse_writes(self, module: nn.Module) -> None:
-        """Raises if the forward wrote to a buffer that goes away now, such as statistics."""
-        for name, version in self._versions.items():
-            owner, own = owner_of(module, name)
-            buffer = owner._buffers.get(own)
-            if buffer is None or buffer.is_inference() or buffer._version == version:
+    def refuse_writes(self, module: nn.Module) -> None:
+        """Raises if the forward wrote to what goes away now, such as statistics, or replaced it."""
+        for name, (placed, version, kept) in self._brought.items():
+            found = _tensor_of(module, name)
+            unwritten = found is placed and (found.is_inference() or found._version == version)
+            if unwritten and (kept is None or same_bits(kept, found)):
                 continue
-            if self.weights_map is not None and self.weights_map[name].data_ptr() != buffer.data_ptr():
-                raise RuntimeError(
-                    f"The forward of {type(module).__name__} wrote to its buffer {self._path}{name}, which is offloaded: that would be lost. Leave "
-                    f"offload_buffers= out, or call eval() if these are statistics."
-                )
+            if found is placed and self.weights_map is not None and self.stored(name).data_ptr() == found.data_ptr():
+                continue  # in main memory, where it was written to
+            kind = "parameter" if isinstance(placed, nn.Parameter) else "buffer"
+            advice = "Leave offload_buffers= out, or call eval() if these are statistics"
+            if kind == "parameter":
+                advice = "Give the module a place of its own in the device map, where it computes"
+            raise RuntimeError(
+                f"The forward of {type(module).__name__} {'wrote to' if found is placed else 'replaced'} its {kind} {self._path}{name}, which is "
+                f"offloaded: that would be lost. {advice}."
+            )
 
     def _take_all_away(self, module: nn.Module) -> None:
         for name in self._names:
             self._take_away(module, name)
-        self._fetched = {}
+        self._fetched, self._brought = {}, {}
 
     def _take_away(self, module: nn.Module, name: str) -> None:
         owner, own = owner_of(module, name)
@@ -253,6 +268,17 @@ def _each_name(
     if buffers:
         found = module.named_buffers(recurse=recurse, remove_duplicate=False)
         yield from ((name, buffer) for name, buffer in found if name not in left_out)
+
+
+def _tensor_of(module: nn.Module, name: str) -> Any:
+    """What a module has by this name now; None if it has nothing."""
+    owner, own = owner_of(module, name)
+    return owner._parameters.get(own, owner._buffers.get(own))
+
+
+def _is_written(module: nn.Module, tensor: torch.Tensor) -> bool:
+    """Whether to look for writes by values: in inference mode torch counts no versions."""
+    return not isinstance(tensor, nn.Parameter) or getattr(module, "max_norm", None) is not None
 
 
 def _refuse_gradient(parameter: torch.Tensor) -> None:
@@ -286,7 +312,7 @@ def has_offloaded_params(module: nn.Module) -> bool:
 def align_module_device(module: nn.Module, execution_device: DeviceLike | None = None) -> Iterator[None]:
     """A block in which the module's own weights are on a device: for reading and changing them.
 
-    Weights that are offloaded are brought, and what is changed is lost; of others, parameters go to
+    Weights that are offloaded are brought, and changing them raises; of others, parameters go to
     `execution_device` and back. None: where the hook computes, or where they are.
     """
     if has_offloaded_params(module):
@@ -301,6 +327,7 @@ def align_module_device(module: nn.Module, execution_device: DeviceLike | None =
             hook.begin(module)
             hook.pre_forward(module)
             yield
+            hook.refuse_writes(module)
         finally:
             hook.end(module)
             hook.execution_device = before

@@ -16,7 +16,7 @@ from accel_big_model.attachment import attach_align_device_hook, attach_align_de
 from accel_big_model.device_map import check_device_map, place_of
 from accel_big_model.hooks import add_hook_to_module
 from accel_big_model.model_hooks import CpuOffload, UserCpuOffloadHook
-from accel_big_model.module_tensors import as_device, find_tied_parameters, retie_parameters
+from accel_big_model.module_tensors import as_device, find_tied_parameters, retie_parameters, same_bits
 from accel_big_model.prefetch import Prefetcher
 from accel_big_model.tied_weights import TiedWeights
 from accel_big_model.weights import INDEX, OffloadedWeightsLoader, offload_state_dict
@@ -132,17 +132,11 @@ def _check_folder(
                 f"written for another model. Pass an empty folder."
             )
     for name, tensor in found.items():
-        if not tensor.is_meta and name in store and not _same(store[name], tensor):
+        if not tensor.is_meta and name in store and not same_bits(store[name], tensor):
             raise ValueError(
                 f"{where} has other values of {name} than this {type(model).__name__}: it was written for another model, or before this one "
                 f"was changed. Pass an empty folder; or a model on the meta device, which takes the values of the folder."
             )
-
-
-def _same(stored: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether a value, as a folder would have it in its dtype, is what it has, bit by bit."""
-    value = value.detach().to("cpu", stored.dtype).contiguous()
-    return torch.equal(stored.view(-1).view(torch.uint8), value.view(-1).view(torch.uint8))
 
 
 def _joined(

@@ -159,6 +159,20 @@ class FittingWeights(Mapping[str, torch.Tensor]):
         aliases = {name: next((each for each in names if each in stored), name) for names in tied for name in names}
         self._keys = {name: name if name in stored else aliases.get(name, name) for name in wanted}
 
+    @property
+    def index(self) -> dict[str, dict[str, str]]:
+        """Name → where it lies in a safetensors file, as `offload_index=` of `dispatch_model` takes it; PEFT asks."""
+        return {
+            name: {
+                "safetensors_file": file,
+                "weight_name": self._keys[name],
+                "dtype": str(dtype).removeprefix("torch."),
+            }
+            for name in self
+            if (file := self.stored.file_of(self._keys[name])).endswith(".safetensors")
+            for dtype in (self.wanted[name].dtype,)
+        }
+
     def check(self, model: str, strict: bool) -> None:
         """Raises `CheckpointError` unless names and shapes are those of the model; or it warns."""
         text = self._misfits(model)

@@ -52,6 +52,13 @@ def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     return model.get_submodule(path) if path else model, own
 
 
+def same_bits(stored: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether a value in the dtype of what is stored, is that, bit by bit."""
+    value = value.detach().to(stored.device, stored.dtype)
+    found, expected = (each.detach().reshape(-1).view(torch.uint8) for each in (stored, value))
+    return torch.equal(found, expected)
+
+
 def find_tied_parameters(model: nn.Module) -> list[list[str]]:
     """The names of parameters that are one object, a list per object, in the model's order."""
     names: dict[int, list[str]] = defaultdict(list)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -27,6 +28,12 @@ _METADATA = {
 }
 
 
+NO_COMPILING = (
+    "A model whose weights are offloaded was to be compiled: they come and go by each call. Compile the modules that stay in their place, "
+    "or leave torch.compile() out, or give max_memory= larger limits."
+)
+
+
 def _refuse(
     cls: type[torch.Tensor],
     func: Any,
@@ -38,6 +45,8 @@ def _refuse(
     if func.__name__ in _METADATA:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
+    if torch.compiler.is_compiling() or func.__name__ == "_is_view":  # by which a compiler begins to look at it
+        raise RuntimeError(NO_COMPILING)
     away = next(each for each in _flat(args, kwargs) if isinstance(each, cls))
     raise RuntimeError(
         f"{func.__name__}() was given the weight {vars(away)[STANDS_FOR][1]!r}, which is offloaded, and is here only while its own module "
@@ -45,7 +54,42 @@ def _refuse(
     )
 
 
-class Away(nn.Parameter):
+class Keeper(Protocol):
+    """What has the values of weights that are away: the hook of their module."""
+
+    def stored(self, own: str) -> torch.Tensor:
+        """The value of a weight, by its name in the module, in main memory."""
+
+    def resident(self, own: str) -> torch.Tensor | None:
+        """The weight of the model that it is tied to, if that is in memory."""
+
+
+class StandsFor(NamedTuple):
+    """What is known of a weight that is away: its class, its name in the model and in its module."""
+
+    kind: type[torch.Tensor]
+    name: str
+    keeper: Keeper | None = None
+    own: str = ""
+
+
+class _Readable:
+    """Lets checkpoints read the value, as `accel_checkpoint.deferred` says."""
+
+    def accel_read(self) -> torch.Tensor:
+        """The value, of this dtype, in main memory."""
+        away = vars(self)[STANDS_FOR]
+        found: torch.Tensor = away.keeper.stored(away.own)
+        return found
+
+    def accel_resident(self) -> torch.Tensor | None:
+        """The weight of the model that it is tied to, if that is in memory."""
+        away = vars(self)[STANDS_FOR]
+        found: torch.Tensor | None = away.keeper.resident(away.own)
+        return found
+
+
+class Away(_Readable, nn.Parameter):
     """A weight on the meta device that raises when it is computed with.
 
     torch's CPU kernels do not all refuse tensors without memory: a matrix product with one gives
@@ -53,11 +97,11 @@ class Away(nn.Parameter):
     """
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, name: str) -> torch.Tensor:
+    def of(cls, tensor: torch.Tensor, name: str, keeper: Keeper | None = None, own: str = "") -> torch.Tensor:
         """Stands for `tensor`, with its shape, dtype and attributes."""
         kind = cls if isinstance(tensor, nn.Parameter) else AwayBuffer
         away = torch.Tensor._make_subclass(kind, tensor.detach().to("meta"), tensor.requires_grad)
-        vars(away).update({STANDS_FOR: (type(tensor), name), **vars(tensor)})
+        vars(away).update({STANDS_FOR: StandsFor(type(tensor), name, keeper, own), **vars(tensor)})
         return away
 
     def filled(self, value: torch.Tensor) -> nn.Parameter | None:
@@ -77,13 +121,14 @@ class Away(nn.Parameter):
         """Stands for the same weight in a copy of the module; what is tied stays tied."""
         if id(self) not in memo:
             memo[id(self)] = Away.of(self, "")
+            vars(memo[id(self)])[STANDS_FOR] = copy.deepcopy(vars(self)[STANDS_FOR], memo)
         copied: torch.Tensor = memo[id(self)]
         return copied
 
     __torch_function__ = classmethod(_refuse)
 
 
-class AwayBuffer(torch.Tensor):
+class AwayBuffer(_Readable, torch.Tensor):
     """The same for a buffer."""
 
     __deepcopy__ = Away.__deepcopy__

@@ -22,6 +22,7 @@ from accel_big_model.module_tensors import (
     retie_parameters,
     set_module_tensor_to_device,
 )
+from accel_big_model.quantized_weights import QuantizedWeights, without_weight
 from accel_big_model.quantizers import quantizer_of
 from accel_big_model.weights import StoredWeights
 
@@ -39,15 +40,15 @@ def load_and_quantize_model(
     device_map: Mapping[str, Place | torch.device] | str | None = None,
     no_split_module_classes: Sequence[str] | str | None = None,
     max_memory: Mapping[Place, int | str] | None = None,
-    offload_folder: str | os.PathLike[str] | None = None,  # noqa: ARG001  (weights on "disk" stay in their files)
+    offload_folder: str | os.PathLike[str] | None = None,
     offload_state_dict: bool = False,  # noqa: ARG001  (one layer at a time is in memory in any case)
     skip_modules: Sequence[str] | None = None,
 ) -> M:
     """Fills a model, quantises its linear layers, and spreads it, in place; returns it.
 
-    One layer at a time is in memory as it was before. What is quantised is not trained, and is kept
-    where it computes: what a map puts elsewhere (on "disk"; on "cpu" beside an accelerator) is left
-    as it is, and read for each call. `offload_*` are without effect.
+    One layer at a time is in memory as it was before. What is quantised is not trained. What a map
+    puts where it does not compute (on "disk"; on "cpu" beside an accelerator) is left as it is, and
+    read for each call, unless there is an `offload_folder`. `offload_state_dict` has no effect.
 
     Args:
         model: on the meta device, as `init_empty_weights` builds it; or with its weights.
@@ -55,13 +56,15 @@ def load_and_quantize_model(
         weights_location: as for `load_checkpoint_and_dispatch`. None: the model has its weights.
         device_map, no_split_module_classes, max_memory: as there; sizes are those of quantised
             weights. None: everything on the accelerator, or on the CPU where there is none.
+        offload_folder: an empty folder, in which quantised weights on "disk" are written and from
+            which they are read for each call. By torchao; bitsandbytes keeps what it has used.
         skip_modules: names of modules that are not quantised; None: as the configuration says, else
             the last module and those whose weights are tied.
 
     Raises:
         NotInstalledError: if the library of the configuration is missing.
         ValueError: for a model without weights or linear layers; if a map for "auto" or the like
-            has no room for what is to be quantised.
+            has no room for what is to be quantised; if the folder is of no use, or not empty.
     """
     quantizer = quantizer_of(bnb_quantization_config)
     chosen = _chosen(model, quantizer, skip_modules)
@@ -74,20 +77,33 @@ def load_and_quantize_model(
             "A model that has its weights is quantised where it computes: pass weights_location=, or another device_map."
         )
     lost = [name for name in chosen if place_of(f"{name}.weight", places) in away]
+    written = [name for name in lost if place_of(f"{name}.weight", places) == "disk"]
+    if offload_folder is None:
+        written = []
+    elif not quantizer.offloads:
+        raise ValueError(
+            "offload_folder= was given, and layers of bitsandbytes keep the weights that they have used, so that quantised ones cannot be "
+            "offloaded. Leave it out: what a map by name offloads is not quantised, and read from its files. Or use torchao."
+        )
+    elif not written:
+        raise ValueError("offload_folder= was given, and the map has no layer to quantise on 'disk': leave it out.")
+    lost = [name for name in lost if name not in written]
     if lost and isinstance(device_map, str):
         raise ValueError(
             f"device_map={device_map!r} would offload {', '.join(lost[:3])}{', …' if len(lost) > 3 else ''}, and quantised weights stay where "
-            f"they compute. Give max_memory= larger limits, or pass a map by name: what it offloads is not quantised."
+            f"they compute. Give max_memory= larger limits, or, with torchao, an offload_folder=; or pass a map by name: what it offloads is not "
+            f"quantised."
         )
     tied, wanted = find_tied_parameters(model), _wanted(model, quantizer)
     weights = None if weights_location is None else FittingWeights(StoredWeights(weights_location), wanted, tied)
     if weights is not None:
         weights.check(type(model).__name__, strict=True)
-    _fill(model, weights, wanted, places, {*chosen} - {*lost}, quantizer)
+    store = None if offload_folder is None else QuantizedWeights(weights or {}, offload_folder)
+    _fill(model, weights, wanted, places, {*chosen} - {*lost}, quantizer, store)
     retie_parameters(model, [names for names in tied if not {name.rpartition(".")[0] for name in names} & {*chosen}])
     quantizer.mark(model)
     if len({*places.values()}) > 1 or away:
-        return spread(model, places, None, weights or {}, False, None, None, False)
+        return spread(model, places, None, weights or {} if store is None else store, False, None, None, False)
     setattr(model, "hf_device_map", places)  # noqa: B010  (a plain attribute, not a module or tensor)
     return model
 
@@ -157,14 +173,16 @@ def _fill(
     places: Mapping[str, Place],
     chosen: set[str],
     quantizer: Quantizer,
+    store: QuantizedWeights | None,
 ) -> None:
-    """Fills one module after the other, and quantises it at once."""
+    """Fills one module after the other, and quantises it at once; what is on disk goes to the store."""
     for path, module in [*model.named_modules()]:
         for own, _ in [*named_module_tensors(module)]:
             name = joined(path, own)
             place = place_of(name, places)
+            quantized_there = place == "disk" and path in chosen and own == "weight"
             keeps = name not in wanted  # a buffer that no file has
-            if place == "disk" and (keeps or own in module._buffers):
+            if place == "disk" and (keeps or own in module._buffers or quantized_there):
                 place = "cpu"
             value = None if weights is None or keeps or place == "disk" else weights[name]
             set_module_tensor_to_device(
@@ -173,4 +191,11 @@ def _fill(
         if path in chosen:
             assert isinstance(module, nn.Linear), "it was chosen as one"
             owner, own = owner_of(model, path)
-            setattr(owner, own, quantizer.quantize(module))
+            layer = quantizer.quantize(module)
+            setattr(owner, own, layer)
+            if store is not None and place_of(f"{path}.weight", places) == "disk":
+                assert isinstance(layer, nn.Linear), "torchao keeps the class"
+                store.add(f"{path}.weight", layer.weight)
+                without_weight(layer)
+    if store is not None:
+        store.close()

@@ -70,7 +70,12 @@ def _dtype(option: str, given: torch.dtype | str) -> torch.dtype:
 
 
 class Quantizer(Protocol):
-    """Quantises linear layers, one at a time. `dtype` is that of other weights, None as they are."""
+    """Quantises linear layers, one at a time. `dtype` is that of other weights, None as they are.
+
+    `offloads`: whether its weights may come and go between two calls of a layer.
+    """
+
+    offloads: bool
 
     target_dtype: torch.dtype | str
     dtype: torch.dtype | None
@@ -97,6 +102,8 @@ def quantizer_of(config: object) -> Quantizer:
 
 
 class _Bitsandbytes:
+    offloads = False
+
     def __init__(self, config: BnbQuantizationConfig) -> None:
         self._engine = _engine("bitsandbytes.nn", "bitsandbytes")
         self._config = config
@@ -135,6 +142,7 @@ class _Bitsandbytes:
 
 
 class _Torchao:
+    offloads = True
     dtype: torch.dtype | None = None
 
     def __init__(self, config: Any) -> None:

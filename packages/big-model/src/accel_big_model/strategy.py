@@ -106,7 +106,7 @@ class Dispatch(Strategy):
     @hookimpl
     def prepare_model(self, model: nn.Module, optimizers: Sequence[Optimizer], request: PrepareRequest) -> nn.Module:
         """Spreads the model in place, unless it is; casts and compiles it. Any `reduce` dtype holds."""
-        if not any(hasattr(module, "hf_device_map") for module in model.modules()):
+        if not any(hasattr(module, "hf_device_map") or has_offloaded_params(module) for module in model.modules()):
             _require_weights(model)
             cast_parameters(model, request.policy)
             replacement = ParameterReplacement(model, optimizers)

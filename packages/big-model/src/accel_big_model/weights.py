@@ -6,12 +6,13 @@ A store is a mapping of names to tensors, read on demand. Files of safetensors, 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,14 @@ from accel_core.api.layouts import Box
 
 INDEX = "index.json"
 
-_HALVED = 4 << 20
-"""Bytes from which on a tensor is read by two threads."""
+_PART = 1 << 20
+"""The fewest bytes that a thread of its own reads of a tensor."""
+
+_CALLING = 2
+"""Threads that read a tensor during a call: the others compute."""
+
+_LOADING = min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+"""Threads that read a tensor which stays: most of the time goes into memory that is touched for the first time."""
 
 Memory = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 """Makes a tensor of any content, of a shape and dtype."""
@@ -60,8 +67,8 @@ class StoredWeights(Mapping[str, torch.Tensor]):
         self._unchanged = UnchangedFiles(mapped)
 
     def begin(self) -> None:
-        """Makes the thread."""
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="accel-read")
+        """Makes the threads."""
+        self._threads = ThreadPoolExecutor(max(_CALLING, _LOADING) - 1, thread_name_prefix="accel-read")
 
     def __reduce__(self) -> tuple[Any, ...]:
         """In another process the files are opened again."""
@@ -78,7 +85,7 @@ class StoredWeights(Mapping[str, torch.Tensor]):
         """As `read`, in memory that is used again."""
         return self.read(name, dtype, self._buffers.tensor)
 
-    @torch.inference_mode(False)  # the other thread fills it too
+    @torch.inference_mode(False)  # other threads fill it too
     def read(self, name: str, dtype: torch.dtype | None = None, memory: Memory = own_memory) -> torch.Tensor:
         """A tensor; a floating one in `dtype`, if one is given."""
         stored = self._stored[name]
@@ -86,24 +93,32 @@ class StoredWeights(Mapping[str, torch.Tensor]):
             raise CheckpointError(f"{name!r} in {stored.file} cannot be read: it is {stored.words}.")
         value = memory(stored.shape, stored.dtype)
         self._unchanged.check(stored.file)  # before, too: a mapped file that is shorter now would end the process
-        self._fill(value, stored.read_box)
+        self._fill(value, stored.read_box, _LOADING if memory is own_memory else _CALLING)
         self._unchanged.check(stored.file)
         if dtype in (None, stored.dtype) or not stored.dtype.is_floating_point:
             return value
         return memory(stored.shape, dtype).copy_(value)
 
-    def _fill(self, value: torch.Tensor, read_box: Callable[[Box, torch.Tensor], None]) -> None:
-        """Reads a tensor, half of a large one in another thread."""
-        if value.nbytes < _HALVED or len(value) == 1:
+    def _fill(self, value: torch.Tensor, read_box: Callable[[Box, torch.Tensor], None], threads: int) -> None:
+        """Reads a tensor, a large one in parts by several threads, of which this is one."""
+        parts = min(threads, value.nbytes // _PART, len(value) if value.dim() else 1)
+        if parts < 2:
             read_box(Box.whole(tuple(value.shape)), value)
             return
-        (length, *sizes), offsets, middle = value.shape, [0] * (value.dim() - 1), len(value) // 2
-        later = Box((middle, *offsets), (length - middle, *sizes))
-        other = self._thread.submit(read_box, later, value[middle:])
+        (length, *sizes), offsets = value.shape, [0] * (value.dim() - 1)
+        starts = [length * part // parts for part in range(parts + 1)]
+        rows = [*itertools.pairwise(starts)]
+        boxes = [Box((first, *offsets), (last - first, *sizes)) for first, last in rows]
+        others = [
+            self._threads.submit(read_box, box, value[first:last])
+            for box, (first, last) in zip(boxes[1:], rows[1:], strict=True)
+        ]
         try:
-            read_box(Box((0, *offsets), (middle, *sizes)), value[:middle])
+            read_box(boxes[0], value[: starts[1]])
         finally:
-            other.result()  # nobody writes into it any more
+            wait(others)  # nobody writes into it any more
+        for other in others:
+            other.result()
 
     def __contains__(self, name: object) -> bool:
         return name in self._stored
@@ -117,6 +132,10 @@ class StoredWeights(Mapping[str, torch.Tensor]):
     def shape_of(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor, which is not read."""
         return self._stored[name].shape
+
+    def file_of(self, name: str) -> str:
+        """The file of a tensor, or the folder of its checkpoint."""
+        return str(self._stored[name].file)
 
 
 class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):

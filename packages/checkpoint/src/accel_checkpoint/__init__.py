@@ -7,6 +7,7 @@ this order:
     checkpoints         of one Accelerator: where they go, how many are kept
     run_state, model_state, optimizers/    what of a run is saved
     plan, writing       who writes what
+    deferred            what is read only then
     codec/              Python objects as JSON and tensors
     files/              what lies on the disk, and how it is published: all of it, or nothing
     saving, background  the order of a save; one that is written behind

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from accel_checkpoint.deferred import data_of, is_deferred
 from accel_core import CheckpointError
-from accel_core.api.checkpoint import everywhere, exchange, located, portable, uncovered
-from accel_core.api.layouts import Alias, Box, Elementwise, Entry, Opaque, State
+from accel_core.api.checkpoint import everywhere, exchange, located, memory_of, portable, uncovered
+from accel_core.api.layouts import Alias, Box, Elementwise, Entry, Opaque, Replicated, State
 
 if TYPE_CHECKING:
     from accel_core import World
@@ -65,8 +66,8 @@ class WeightGather:
 
     @property
     def awaited(self) -> set[str]:
-        """The names that are not whole on this rank: reading them needs the other ranks."""
-        return {name for name, entry in self._entries.items() if not _is_here(entry)}
+        """The names whose data are not in memory here: they come from other ranks, or from files."""
+        return {name for name, entry in self._entries.items() if _is_awaited(entry)}
 
     def sketch(self) -> dict[str, Any]:
         """All values by name; awaited ones as meta tensors. Ties are one object."""
@@ -191,16 +192,24 @@ def _is_here(entry: Entry) -> bool:
     return any(piece.box == Box.whole(entry.shape) for piece in entry.pieces)
 
 
+def _is_awaited(entry: Entry) -> bool:
+    """Whether the data of an entry are not in the memory of this rank."""
+    return not _is_here(entry) or (not isinstance(entry, (Alias, Opaque)) and any(map(is_deferred, memory_of(entry))))
+
+
 def _own(entry: Entry) -> Any:
+    """The value of an entry that this rank has all of; what is offloaded is read."""
     assert not isinstance(entry, Alias), "the entry that it stands for is asked for"
     if not isinstance(entry, Elementwise):
-        return entry.value if isinstance(entry, Opaque) else entry.data
-    return next(piece.data for piece in entry.pieces if piece.box == Box.whole(entry.shape))
+        return entry.value if isinstance(entry, Opaque) else data_of(entry.data)
+    return data_of(next(piece.data for piece in entry.pieces if piece.box == Box.whole(entry.shape)))
 
 
 def _sketch(entry: Entry) -> Any:
-    if isinstance(entry, Elementwise) and not _is_here(entry):
+    if isinstance(entry, Elementwise) and _is_awaited(entry):
         return torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+    if isinstance(entry, Replicated) and _is_awaited(entry):
+        return entry.data.detach()
     return _own(entry)
 
 

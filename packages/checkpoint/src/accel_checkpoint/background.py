@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
+from accel_checkpoint.deferred import refuse_deferred
 from accel_checkpoint.files.disk import write_new
 from accel_checkpoint.files.part_file import plain
 from accel_checkpoint.writing import Publication, Work, Written
@@ -81,6 +82,7 @@ class Background:
         """
         assert self._save is None, "wait() was called"
         save = _Save(data, (self._world.rank, tuple(members)), waits=len(members) < self._world.size)
+        refuse_deferred(work.tensors.values())
         save.begin(Job(work, publisher), self._staging, mode)
         self._save = save
 

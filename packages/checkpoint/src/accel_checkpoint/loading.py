@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from accel_checkpoint.deferred import data_of, is_deferred
 from accel_checkpoint.files.disk import read_all
 from accel_checkpoint.reading import Checkpoint, Job, SavedState
 from accel_checkpoint.record import warn_of_absent, warn_of_batches
@@ -252,7 +253,21 @@ class _Restoring:
             return f"is {str(dtype).removeprefix('torch.')} {list(shape)} here, and {there} in the checkpoint"
         if any(map(_overlaps, memory_of(entry))):
             return "has several elements in one place of memory (expand()), which cannot be filled: give it its clone()"
+        if any(map(is_deferred, memory_of(entry))) and not self._holds(name, entry):
+            return (
+                "is offloaded here, and has another value in the checkpoint. Build the model from it: "
+                "accelerator.build_model(factory, folder), or load_checkpoint_and_dispatch(model, folder)"
+            )
         return None
+
+    def _holds(self, name: str, entry: Elementwise | Any) -> bool:
+        """Whether the checkpoint has the very value that is offloaded here."""
+        (kept,) = memory_of(entry)
+        stored = torch.empty(kept.shape, dtype=kept.dtype)
+        where = self._checkpoint.index.aliases.get(name, name)
+        read_all([*self._checkpoint.jobs(where, Elementwise.whole(stored), *self._place)])
+        found, expected = (each.contiguous().view(-1).view(torch.uint8) for each in (data_of(kept), stored))
+        return torch.equal(found, expected)
 
     def _misfits_of_objects(self) -> Iterator[str]:
         self._checkpoint.verify_objects(*self._place)  # those too that no rank here has a use for
@@ -303,7 +318,7 @@ class _Restoring:
         jobs: list[Job] = []
         for entries in self._states.values():
             for name, entry in entries.items():
-                if not isinstance(entry, (Alias, Opaque)):
+                if not isinstance(entry, (Alias, Opaque)) and not any(map(is_deferred, memory_of(entry))):
                     jobs += self._checkpoint.jobs(aliases.get(name, name), entry, *self._place)
         return jobs
 

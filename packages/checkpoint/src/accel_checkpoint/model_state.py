@@ -9,8 +9,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from accel_checkpoint.deferred import is_deferred, resident
 from accel_core import CheckpointError
-from accel_core.api.layouts import Alias, Elementwise, Entry, Opaque, Replicated, Sharding, Whole, pieces_of
+from accel_core.api.layouts import (
+    Alias,
+    Box,
+    Elementwise,
+    Entry,
+    Opaque,
+    Piece,
+    Replicated,
+    Sharding,
+    Whole,
+    pieces_of,
+)
 
 
 def capture_model(model: nn.Module, sharding: Sharding | None = None) -> dict[str, Entry]:
@@ -18,7 +30,8 @@ def capture_model(model: nn.Module, sharding: Sharding | None = None) -> dict[st
 
     Names of one tensor are tied: the first has it, the others are aliases. What `state_dict` makes
     rather than holds (the `get_extra_state` of a module, tensors that a hook of the user's adds)
-    and tensor subclasses are opaque. CheckpointError names a parameter that has no data yet.
+    and tensor subclasses are opaque. CheckpointError names a parameter that has no data yet. What is
+    offloaded is read when it is written (`accel_checkpoint.deferred`).
     """
     layout = sharding or Whole()
     state = model.state_dict(keep_vars=True)  # first, for a hook on it may bring parameters back into their own form
@@ -26,9 +39,12 @@ def capture_model(model: nn.Module, sharding: Sharding | None = None) -> dict[st
     buffers = {id(buffer) for buffer in model.buffers()}
     entries: dict[str, Entry] = {}
     first: dict[int, str] = {}
-    for name, value in state.items():
+    for name, each in state.items():
+        value = resident(each)
         if isinstance(value, torch.Tensor) and (kept := first.setdefault(id(value), name)) != name:
             entries[name] = Alias(kept)
+        elif is_deferred(value):
+            entries[name] = _deferred(value) if id(value) in parameters else Replicated(value)
         elif id(value) in parameters and not _is_opaque(value, layout):
             entries[name] = elementwise_entry(_ready(name, value), layout)
         elif id(value) in buffers and not _is_opaque(value, layout):
@@ -36,6 +52,11 @@ def capture_model(model: nn.Module, sharding: Sharding | None = None) -> dict[st
         else:
             entries[name] = _opaque(model, name, value)
     return entries
+
+
+def _deferred(tensor: torch.Tensor) -> Elementwise:
+    shape = tuple(tensor.shape)
+    return Elementwise(shape, tensor.dtype, (Piece(Box.whole(shape), tensor),), versioned=False)
 
 
 def elementwise_entry(tensor: torch.Tensor, sharding: Sharding) -> Elementwise:

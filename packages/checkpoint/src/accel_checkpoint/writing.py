@@ -14,6 +14,7 @@ import torch
 import xxhash
 
 from accel_checkpoint.codec import Encoded, encode
+from accel_checkpoint.deferred import is_deferred, refuse_deferred
 from accel_checkpoint.files.index import Index
 from accel_checkpoint.files.manifest import Manifest
 from accel_checkpoint.files.part_file import write_part
@@ -73,7 +74,7 @@ class Work:
             assert task.box is not None, "the plan names boxes"
             key = task.name if task.box.sizes == entry.shape else f"{task.name}@{','.join(map(str, task.box.offsets))}"
             number = next(number for number, piece in enumerate(entry.pieces) if piece.box == task.box)
-            data = self.tensors[key] = entry.pieces[number].data.detach()
+            data = self.tensors[key] = _detached(entry.pieces[number].data)
             if entry.versioned and not data.is_inference():
                 kept = content.versions.get(task.name)
                 self.lasting[key] = data._version if kept is None else kept[number]
@@ -85,7 +86,7 @@ class Work:
             parts.append({"part": task.part, "signature": entry.signature, **skeleton})
         else:
             assert isinstance(entry, (Replicated, Partial)), "an alias has no task"
-            self.tensors[task.name] = entry.data.detach()
+            self.tensors[task.name] = _detached(entry.data)
             rank = {"rank": int(task.part.removeprefix("rank "))} if isinstance(entry, Partial) else {}
             parts.append({**rank, "file": self.name, "key": task.name})
 
@@ -135,7 +136,12 @@ def keep(content: Content, encoded: dict[str, Encoded]) -> None:
         encoded[unit] = _cloned(value)
 
 
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if is_deferred(tensor) else tensor.detach()
+
+
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    refuse_deferred([tensor])
     return tensor.detach().to("cpu", copy=True)  # the device may have no room for it
 
 

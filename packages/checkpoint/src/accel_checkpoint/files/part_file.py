@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 import xxhash
 
+from accel_checkpoint.deferred import data_of, is_deferred
 from accel_checkpoint.files.disk import CHUNK, READ, Output, hash_of, is_memory, memory, new_file, open_file, read_into
 from accel_checkpoint.files.stored import BLOCK, DTYPES, StoredFile, StoredTensor
 from accel_checkpoint.weights.tensor_files import header_of, in_order
@@ -36,7 +37,7 @@ def write_part(path: Path, tensors: Mapping[str, torch.Tensor]) -> StoredFile:
     They may be on any device, with any strides; only those not in contiguous CPU memory are copied,
     in small parts. CheckpointError is raised for what is no plain tensor, before any write.
     """
-    found = {key: plain(key, tensor) for key, tensor in tensors.items()}
+    found = {key: tensor if is_deferred(tensor) else plain(key, tensor) for key, tensor in tensors.items()}
     if "__metadata__" in found:
         raise _refusal("__metadata__", "a name that the format keeps for itself", "Give it another name")
     keys = in_order(found)
@@ -75,7 +76,7 @@ def _write(tensor: torch.Tensor, output: Output) -> tuple[str, ...]:
     """Writes the elements in row-major order. Returns the hashes of their blocks."""
     assert sys.byteorder == "little", "the format is little-endian"
     hashes, hasher, filled = [], xxhash.xxh3_128(), 0
-    for data in _in_memory(tensor):
+    for data in _in_memory(data_of(tensor)):
         begin = 0
         while begin < len(data):
             chunk = data[begin : begin + min(CHUNK, BLOCK - filled)]

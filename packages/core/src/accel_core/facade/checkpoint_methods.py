@@ -174,9 +174,9 @@ class CheckpointMethods(PreparationMethods):
         return all(self._parts.activation.owners[hook] is not None for hook in LAYOUT_HOOKS)
 
     def _presenting(self, model: nn.Module) -> tuple[Callable[[], State], str] | None:
-        """The state of a model laid out by the strategy, and its names' prefix; None for others."""
+        """The state of a model that is laid out by the strategy, or offloaded, and its names' prefix; or None."""
         found = self._prepared.find_part(model) if self._declares_layout else None
-        if found is None:
-            return None
-        record, prefix = found
-        return partial(self._relay.model_state, record.original, record.prepared), prefix
+        if found is not None:
+            return partial(self._relay.model_state, found[0].original, found[0].prepared), found[1]
+        offloaded = self._world.size == 1 and any(each.is_meta for each in (*model.parameters(), *model.buffers()))
+        return (partial(self._parts.defaults.model_state, self.unwrap_model(model)), "") if offloaded else None
