@@ -67,6 +67,7 @@ def lora(folder: Path) -> dict[str, Any]:
     quiet(trainer)
     trainer.train()
     trainer.save_model(str(folder / "saved"))
+    trainer.accelerator.wait_for_everyone()
     trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
     files = sorted(path.name for path in (folder / "saved").iterdir())
     return losses_of(trainer.state.log_history) | {"norm": norm(trained), "files": files}
