@@ -1,0 +1,8 @@
+"""The Accelerator."""
+
+from accel_compat.accelerator import Accelerator
+from accel_compat.missing_names import refuse_from
+
+__getattr__ = refuse_from(__name__)
+
+__all__ = ["Accelerator"]
