@@ -34,7 +34,7 @@ def training_function(args):
         seen = 0
         for inputs, targets in eval_dataloader:
             with torch.no_grad():
-                predictions, references = accelerator.gather_for_metrics((model(inputs), targets))
+                _, references = accelerator.gather_for_metrics((model(inputs), targets))
             seen += len(references)
         assert seen == len(left), (seen, len(left))
         fold_predictions = []

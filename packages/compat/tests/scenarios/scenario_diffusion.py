@@ -22,9 +22,11 @@ from transformers import CLIPTextConfig, CLIPTextModel
 
 from accelerate import Accelerator
 from accelerate.logging import get_logger
-from accelerate.utils import ProjectConfiguration, set_seed
+from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed
 
 logger = get_logger(__name__)
+ORDER = DataLoaderConfiguration(use_seedable_sampler=True)
+"""The order that both distributions draw alike: without it, one draws from torch's stream, and one computes it from the seed."""
 SMALL: dict[str, Any] = {"layers_per_block": 1, "block_out_channels": (8, 16), "norm_num_groups": 4}
 
 
@@ -60,6 +62,7 @@ def unconditional(folder: Path) -> dict[str, Any]:
     accelerator = Accelerator(
         cpu=True,
         gradient_accumulation_steps=2,
+        dataloader_config=ORDER,
         log_with="tensorboard",
         project_config=ProjectConfiguration(project_dir=str(folder), logging_dir=str(folder / "logs")),
     )
@@ -137,7 +140,7 @@ def unconditional(folder: Path) -> dict[str, Any]:
 
 def text_to_image(folder: Path) -> dict[str, Any]:
     """Frozen text encoder and VAE in the weights' precision, a conditional UNet that is trained."""
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=1, mixed_precision="no")
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=1, mixed_precision="no", dataloader_config=ORDER)
     set_seed(3)
     noising = DDPMScheduler(num_train_timesteps=50)
     encoder = CLIPTextModel(
