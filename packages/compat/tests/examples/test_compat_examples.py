@@ -55,7 +55,7 @@ def cases():
 
 
 @pytest.mark.timeout(160)
-@pytest.mark.parametrize(("script", "world"), cases())
+@pytest.mark.parametrize(("script", "world"), list(cases()))
 def test_a_script_runs_unchanged(script, world, tmp_path):
     printed = run(script, tmp_path, start=TORCHRUN if world == 2 else ())
     assert len(re.findall(SCRIPTS[script], printed)) == 1, printed
@@ -82,5 +82,5 @@ def test_a_script_goes_on_from_its_checkpoint(every, tmp_path):
 )
 def test_the_launcher_says_which_engine_a_script_trains_with(engine, options, tmp_path):
     printed = run("by_feature", tmp_path, start=[*LAUNCH, *options], cpu=False)
-    assert re.search(rf"DistributedType\.{engine} 2: ", printed), printed
+    assert re.search(rf"{engine} 2: ", printed), printed
     assert list((tmp_path / "saved").glob("model*.safetensors"))
