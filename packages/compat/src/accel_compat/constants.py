@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 from accel_compat.plugins.fsdp import FSDP_AUTO_WRAP_POLICY, FSDP_BACKWARD_PREFETCH, FSDP_SHARDING_STRATEGY
 from accel_compat.versions import STR_OPERATION_TO_FUNC
-from torch import nn
 
 MODEL_NAME, SAFE_MODEL_NAME, OPTIMIZER_NAME, SCHEDULER_NAME = "pytorch_model", "model", "optimizer", "scheduler"
 SAMPLER_NAME, SCALER_NAME, RNG_STATE_NAME, PROFILE_PATTERN_NAME = (
