@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -247,9 +246,9 @@ def test_patience_is_a_number_of_seconds(text):
         main(["--patience", text])
 
 
-def test_a_script_is_not_what_a_doctor_takes(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"train\.py was given.*accel launch starts yours"):
-        main(["train.py"])
+def test_a_program_is_not_what_a_doctor_takes():
+    with pytest.raises(ValueError, match=r"train\.sh was given.*accel launch starts yours"):
+        main(["train.sh"])
 
 
 def test_a_script_is_handed_to_the_command_that_checks_scripts(monkeypatch):
