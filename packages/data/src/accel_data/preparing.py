@@ -40,6 +40,8 @@ def prepare_data_loader(
     use_stateful_dataloader: bool = False,
     presharded: bool = False,
     uneven: Uneven = "pad",
+    *,
+    classes: tuple[type[Any], type[Any]] | None = None,
 ) -> DataLoader[Any]:
     """A copy of a loader that reads the part of one process. Needs no Accelerator.
 
@@ -59,6 +61,7 @@ def prepare_data_loader(
             "torch", "cuda", "xla", "generator"; None: "generator".
         slice_fn_for_dispatch: cuts the part of one process out of a global batch that is
             dispatched; None: `slice_tensors`.
+        classes: see `Sharded.classes`.
 
     Raises:
         ValueError: if the data cannot be shared out like that.
@@ -87,19 +90,21 @@ def prepare_data_loader(
         slice_fn=slice_fn_for_dispatch,
         options=options,
         rng_types=named(rng_types),
+        classes=classes,
     )
     return prepare(as_data_loader(dataloader), request)
 
 
 def prepare(loader: DataLoader[Any], request: Request) -> DataLoader[Any]:
     """The prepared copy of a loader."""
+    reading, sent = request.classes or (DataLoaderShard, DataLoaderDispatcher)
     if request.shard.count > 1:
         refuse_unserved("prepare()", loader, request.shard, request.options.presharded)
         refuse_datapipe(loader)
         iterable = isinstance(loader.dataset, IterableDataset)
         dispatched = request.options.dispatch_batches
         if (iterable and not request.options.presharded) if dispatched is None else dispatched:
-            return overridden_copy(loader, DataLoaderDispatcher, **dispatching(loader, request))
+            return overridden_copy(loader, sent, **dispatching(loader, request))
         if iterable:
-            return overridden_copy(loader, DataLoaderShard, **sharing_stream(loader, request))
-    return overridden_copy(loader, DataLoaderShard, **reading_part(loader, request))
+            return overridden_copy(loader, reading, **sharing_stream(loader, request))
+    return overridden_copy(loader, reading, **reading_part(loader, request))

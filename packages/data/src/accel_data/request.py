@@ -39,6 +39,8 @@ class Request:
         slice_fn: the user's function that cuts a batch, or None.
         options: how.
         rng_types: which random streams are made equal when an iteration begins.
+        classes: what loaders that read by themselves, and dispatched ones, become: subclasses of
+            `DataLoaderShard` and `DataLoaderDispatcher`; None: these.
     """
 
     shard: Shard
@@ -50,6 +52,7 @@ class Request:
     slice_fn: Callable[..., Any] | None
     options: DataLoaderConfiguration
     rng_types: tuple[str, ...]
+    classes: tuple[type[Any], type[Any]] | None = None
 
     @classmethod
     def alone(cls, device: torch.device | None, rng_types: Iterable[str] | None) -> Request:

@@ -98,6 +98,10 @@ class Feed:
         self._keep([*self._live, weakref.ref(passage)])
         return passage
 
+    def passage_of(self, by: object) -> Passage | None:
+        """The newest live passage of the loader with this `_accel_outlet`."""
+        return next((found for ref in reversed(self._live) if (found := ref()) is not None and found.by is by), None)
+
     def forget_after(self, passage: Passage) -> None:
         """Drops what was entered after `passage`, which has advanced; adds it if forgotten."""
         before = takewhile(lambda ref: ref() is not passage, self._live)
