@@ -3,60 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
+from accel_compat.configuration.blocks import BLOCKS, Block
+from accel_compat.configuration.rules import NOTHING, Carry, Leave, Outcome, PeerFile, Rule, plain, says_nothing
+from accel_compat.configuration.top_level import TOP
 from accel_core.api.component import nearest
-from accel_launch.importing.blocks import BLOCKS, Block
-from accel_launch.importing.rules import NOTHING, Carry, Leave, Outcome, PeerFile, Rule, plain, says_nothing
-from accel_launch.importing.table import TOP
+from accel_launch import Carried, Imported, Left
 
 _PEER = "Accelerate 1.15"
 _UNDER_NO_SHARD = ("sharding_strategy", "reshard_after_forward")
-
-
-class Carried(NamedTuple):
-    """One key that was carried over.
-
-    Args:
-        old: their key, such as "fsdp_config.fsdp_offload_params".
-        new: ours, such as "fsdp.cpu_offload"; empty if the key says nothing, or what is so here in
-            any case.
-        value: as data.
-    """
-
-    old: str
-    new: str
-    value: Any
-
-
-class Left(NamedTuple):
-    """One key that was not carried over.
-
-    Args:
-        old: their key.
-        value: theirs.
-        reason: why, and what to do instead.
-    """
-
-    old: str
-    value: Any
-    reason: str
-
-
-@dataclass(frozen=True)
-class Imported:
-    """The translation of a file of Accelerate's.
-
-    Args:
-        data: as our own file would have it, with a mapping for each section.
-        carried: the keys that were carried over; one key of theirs may be several of ours.
-        left: the keys that were not. No key is in both.
-    """
-
-    data: dict[str, Any]
-    carried: list[Carried]
-    left: list[Left]
 
 
 def translate(data: Mapping[str, Any]) -> Imported:

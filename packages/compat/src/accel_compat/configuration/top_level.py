@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
-from accel_core.api.launcher import from_data
-from accel_launch.importing.blocks import backend
-from accel_launch.importing.rules import (
+from accel_compat.configuration.blocks import backend
+from accel_compat.configuration.rules import (
     NOTHING,
     Carry,
     Leave,
@@ -21,6 +20,7 @@ from accel_launch.importing.rules import (
     only_if,
     same,
 )
+from accel_core.api.launcher import from_data
 
 _PLAIN_TYPES = (
     "NO",

@@ -6,15 +6,17 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from accel_launch.importing.fsdp import ignored, reshard, sharding, wrap_classes, wrap_least, wrap_policy
-from accel_launch.importing.rules import NOTHING, Carry, Outcome, PeerFile, Rule, carry, leave, only_if, same
-from accel_launch.settings.peer_options import advice
+from accel_compat.configuration.fsdp import ignored, reshard, sharding, wrap_classes, wrap_least, wrap_policy
+from accel_compat.configuration.rules import NOTHING, Carry, Outcome, PeerFile, Rule, carry, leave, only_if, same
 
 _MPI = "start the script as `mpirun --hostfile FILE accel launch script.py`: accel launch joins what MPI has started"
 _FP8_TE = (
     "give it in the code, as options of Transformer Engine are: "
     "Accelerator(mixed_precision=FP8(TERecipeKwargs({}=...))), from accel_precision"
 )
+
+
+_PREFETCH = "the next unit is gathered ahead by itself"
 
 
 class Block(NamedTuple):
@@ -56,18 +58,18 @@ _FSDP: Mapping[str, Rule] = {
     "activation_checkpointing": carry("fsdp.activation_checkpointing", bool),
     "ignored_modules": ignored,
     **{
-        key: leave(str(advice(f"fsdp_{key}")).rstrip("."), says_nothing)
-        for key, says_nothing in {
-            "version": (2,),
-            "activation_checkpointing_offload": (False,),
-            "backward_prefetch": ("BACKWARD_PRE", "1"),
-            "backward_prefetch_policy": ("BACKWARD_PRE", "1"),
-            "forward_prefetch": (False,),
-            "use_orig_params": (True,),
-            "sync_module_states": (True,),
-            "cpu_ram_efficient_loading": (False,),
-            "state_dict_type": (),
-        }.items()
+        key: leave(reason, says_nothing)
+        for key, says_nothing, reason in (
+            ("version", (2,), "there is one version of it, that of torch's fully_shard"),
+            ("activation_checkpointing_offload", (False,), "what units keep is computed again, and not moved"),
+            ("backward_prefetch", ("BACKWARD_PRE", "1"), _PREFETCH),
+            ("backward_prefetch_policy", ("BACKWARD_PRE", "1"), _PREFETCH),
+            ("forward_prefetch", (False,), _PREFETCH),
+            ("use_orig_params", (True,), "parameters keep their names and shapes"),
+            ("sync_module_states", (True,), "ranks take rank 0's parameters"),
+            ("cpu_ram_efficient_loading", (False,), "the script says it: accelerator.build_model(factory)"),
+            ("state_dict_type", (), "checkpoints are written in parts, and load under any strategy"),
+        )
     },
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from accel_launch.importing.rules import NOTHING, Carry, Leave, Outcome, PeerFile, carry, same, sharding_strategy
+from accel_compat.configuration.rules import NOTHING, Carry, Leave, Outcome, PeerFile, carry, same, sharding_strategy
 
 _RESHARDS = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "HYBRID_SHARD": True, "HYBRID_SHARD_ZERO2": False}
 _RESHARD, _REPLICATE, _WRAP = "fsdp.reshard_after_forward", "fsdp.replicate", "fsdp.wrap"
