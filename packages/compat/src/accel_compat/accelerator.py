@@ -6,6 +6,7 @@ import copy
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 import accel_core
 from accel_big_model import get_state_dict_offloaded_model, has_offloaded_params
 from accel_checkpoint import write_weights
-from accel_compat import arguments, metrics, tracking
+from accel_compat import arguments, checkpoints, metrics, tracking
 from accel_compat.loaders import skip_first_batches
 from accel_compat.optimizer import answering as answering_optimizer
 from accel_compat.parallel_ranks import ParallelRanks
@@ -348,7 +349,16 @@ class Accelerator(ParallelRanks, accel_core.Accelerator):
         **load_model_func_kwargs: Any,
     ) -> None:
         """Restores what `save_state` saved, here or with Accelerate. Collective."""
-        super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
+        if (
+            input_dir is None
+            and self.project_configuration.automatic_checkpoint_naming
+            and self.project_dir is not None
+        ):
+            input_dir = checkpoints.newest_folder(Path(self.project_dir) / "checkpoints")  # None: that of ours
+        if input_dir is not None and checkpoints.is_peer_folder(input_dir):
+            checkpoints.load_peer_state(self, input_dir, load_kwargs=load_kwargs, **load_model_func_kwargs)
+        else:
+            super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """A tracker by name; of a class that was registered, its object: see `accel_core.Accelerator.get_tracker`."""

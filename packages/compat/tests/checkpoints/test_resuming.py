@@ -10,7 +10,7 @@ from importlib.metadata import entry_points
 import numpy as np
 import pytest
 import torch
-from peer_jobs import DATA, Counter, Net, Tied, data, facts, goes_on, groups, made
+from peer_jobs import DATA, Counter, Net, Tied, data, facts, goes_on, groups, made, steps
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader
@@ -206,6 +206,35 @@ def test_a_run_saves_and_loads_checkpoints_of_ours_afterwards(tmp_path):
     accelerator.load_state(tmp_path / "ours")  # without a warning
     assert counter.value == 3
     assert not is_peer_folder(tmp_path / "ours")
+
+
+def through_the_module(project: str) -> tuple[list, int]:
+    """A script for the peer, which finds the newest folder of the peer by itself."""
+    from accelerate import Accelerator as Theirs
+    from accelerate.utils import ProjectConfiguration
+
+    configuration = ProjectConfiguration(project_dir=project, automatic_checkpoint_naming=True)
+    accelerator = Theirs(cpu=True, project_config=configuration)
+    model = Net()
+    optimizer = torch.optim.AdamW(groups(model), lr=0.5)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[0.05, 0.03], total_steps=24)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    counter = Counter()
+    accelerator.register_for_checkpointing(counter)
+    accelerator.load_state()
+    batches = [data()[4 + 2 * number : 6 + 2 * number] for number in range(1, 4)]
+    losses = steps(accelerator, model, optimizer, scheduler, batches, counter, engine=False)
+    accelerator.save_state()
+    accelerator.load_state()
+    return losses, counter.value
+
+
+def test_a_script_for_the_peer_goes_on_through_the_module_accelerate(tmp_path):
+    shutil.copytree(DATA / "adamw_1", tmp_path / "checkpoints" / "checkpoint_4")
+    ((losses, count),) = run_ranks(through_the_module, 1, str(tmp_path))
+    np.testing.assert_allclose(losses, facts("adamw_1")["losses"], rtol=1e-6)
+    assert count == 6
+    assert sorted(each.name for each in (tmp_path / "checkpoints").iterdir()) == ["checkpoint_4", "checkpoint_5"]
 
 
 def test_folders_of_the_peer_are_known_from_others(tmp_path):
