@@ -25,9 +25,9 @@ def test_what_is_gone_after_a_reset_says_so():
     state = PartialState()
     PartialState._reset_state()
     with pytest.raises(AttributeError, match=r"`PartialState` object has no attribute `num_processes`.*_reset_state"):
-        state.num_processes  # noqa: B018
+        state.num_processes
     with pytest.raises(AttributeError, match=r"'PartialState' object has no attribute 'other'"):
-        state.other  # noqa: B018
+        state.other
     assert not state.initialized
     assert PartialState().num_processes == 1
 
