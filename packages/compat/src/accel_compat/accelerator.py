@@ -15,8 +15,7 @@ from torch import nn
 import accel_core
 from accel_big_model import get_state_dict_offloaded_model, has_offloaded_params
 from accel_checkpoint import write_weights
-from accel_compat import arguments, metrics, tracking
-from accel_compat.checkpoints import is_peer_folder, load_peer_state, newest_folder
+from accel_compat import arguments, checkpoints, metrics, tracking
 from accel_compat.loaders import skip_first_batches
 from accel_compat.optimizer import answering as answering_optimizer
 from accel_compat.parallel_ranks import ParallelRanks
@@ -349,17 +348,17 @@ class Accelerator(ParallelRanks, accel_core.Accelerator):
         load_kwargs: dict[str, Any] | None = None,
         **load_model_func_kwargs: Any,
     ) -> None:
-        """Restores what `save_state` saved, here or with Accelerate. Collective.
-
-        Of Accelerate's folders pickles are read with `weights_only`. `input_dir` None: the newest with an automatic name.
-        """
-        folder = input_dir
-        if folder is None and self.project_configuration.automatic_checkpoint_naming:
-            folder = newest_folder(Path(self.project_dir) / "checkpoints")
-        if folder is not None and is_peer_folder(folder):
-            load_peer_state(self, folder, **(load_kwargs or {}), **load_model_func_kwargs)
-            return
-        super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
+        """Restores what `save_state` saved, here or with Accelerate. Collective."""
+        if (
+            input_dir is None
+            and self.project_configuration.automatic_checkpoint_naming
+            and self.project_dir is not None
+        ):
+            input_dir = checkpoints.newest_folder(Path(self.project_dir) / "checkpoints")  # None: that of ours
+        if input_dir is not None and checkpoints.is_peer_folder(input_dir):
+            checkpoints.load_peer_state(self, input_dir, load_kwargs=load_kwargs, **load_model_func_kwargs)
+        else:
+            super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """A tracker by name; of a class that was registered, its object: see `accel_core.Accelerator.get_tracker`."""
