@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 import accel_core
-from accel_compat import arguments, metrics, tracking
+from accel_big_model import get_state_dict_offloaded_model, has_offloaded_params
+from accel_checkpoint import write_weights
+from accel_compat import arguments, checkpoints, metrics, tracking
 from accel_compat.loaders import skip_first_batches
 from accel_compat.optimizer import answering as answering_optimizer
 from accel_compat.parallel_ranks import ParallelRanks
@@ -215,18 +219,20 @@ class Accelerator(ParallelRanks, accel_core.Accelerator):
         prepared = super().prepare(*args, device_placement=device_placement)
         for each in prepared if len(args) > 1 else [prepared]:
             if isinstance(each, nn.Module):
-                self._note(self._models, each)
+                self._note_model(each)
         return prepared
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
         """Prepares one model."""
-        return self._note(self._models, super().prepare_model(model, device_placement, evaluation_mode))
+        return self._note_model(super().prepare_model(model, device_placement, evaluation_mode))
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
         """Prepares one optimizer, in place; its attribute `optimizer` is itself."""
-        return self._note(self._optimizers, answering_optimizer(super().prepare_optimizer(optimizer, device_placement)))
+        prepared: Any = answering_optimizer(super().prepare_optimizer(optimizer, device_placement))
+        prepared._is_accelerate_prepared = True
+        return self._note(self._optimizers, prepared)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """Prepares an LR scheduler, in place; its attribute `scheduler` is itself."""
@@ -239,7 +245,8 @@ class Accelerator(ParallelRanks, accel_core.Accelerator):
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
     ) -> Any:
         """Prepares a loader: see `accel_core.Accelerator.prepare_data_loader`."""
-        prepared = super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+        prepared: Any = super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+        prepared._is_accelerate_prepared = True
         return self._note(self._dataloaders, prepared)
 
     def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
@@ -259,9 +266,27 @@ class Accelerator(ParallelRanks, accel_core.Accelerator):
         """
         compiled = model if keep_torch_compile and hasattr(model, "_orig_mod") else None
         inner = super().unwrap_model(model, keep_fp32_wrapper)
-        if compiled is not None and compiled._orig_mod is inner:
-            return compiled
-        return inner
+        if compiled is None or compiled._orig_mod is inner:
+            return inner if compiled is None else compiled
+        twin = copy.copy(compiled)
+        twin._orig_mod = inner
+        return twin
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Writes a model's weights as plain files, offloaded ones too: see `accel_core.Accelerator.save_model`."""
+        if not any(has_offloaded_params(module) for module in model.modules()):
+            super().save_model(model, save_directory, max_shard_size, safe_serialization)
+            return
+        if self.is_main_process:
+            state = get_state_dict_offloaded_model(self.unwrap_model(model))
+            write_weights(state, save_directory, max_shard_size, safe_serialization)
+        self.wait_for_everyone()
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Has the user's objects saved and restored."""
@@ -278,6 +303,11 @@ class Accelerator(ParallelRanks, accel_core.Accelerator):
         return [None] * count
 
     clear = free_memory
+
+    def _note_model(self, model: nn.Module) -> nn.Module:
+        model._is_accelerate_prepared = True  # type: ignore[assignment]  # as scripts ask for
+        self._note(self._models, model)
+        return model
 
     def _note(self, prepared: list[Any], obj: Any) -> Any:
         if not any(obj is known for known in prepared):
@@ -319,10 +349,26 @@ class Accelerator(ParallelRanks, accel_core.Accelerator):
         **load_model_func_kwargs: Any,
     ) -> None:
         """Restores what `save_state` saved, here or with Accelerate. Collective."""
-        super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
+        if (
+            input_dir is None
+            and self.project_configuration.automatic_checkpoint_naming
+            and self.project_dir is not None
+        ):
+            input_dir = checkpoints.newest_folder(Path(self.project_dir) / "checkpoints")  # None: that of ours
+        if input_dir is not None and checkpoints.is_peer_folder(input_dir):
+            checkpoints.load_peer_state(self, input_dir, load_kwargs=load_kwargs, **load_model_func_kwargs)
+        else:
+            super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """A tracker by name; of a class that was registered, its object: see `accel_core.Accelerator.get_tracker`."""
+        if any(isinstance(each, tracking.Registered) and each.name == name for each in self._registered):
+            made = super().get_tracker(name, unwrap=True)
+            return made.tracker if unwrap else made
+        return super().get_tracker(name, unwrap)
 
     def __reduce__(self) -> Any:
-        return _again, (type(self), self._arguments)
+        return _again, (type(self), self._arguments), {"_dataloaders": self._dataloaders}
 
 
 def _again(kind: type[Accelerator], given: dict[str, Any]) -> Accelerator:

@@ -10,20 +10,11 @@ import os
 import shutil
 import tempfile
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.distributed.fsdp import StateDictType
 
 from accel_checkpoint import write_weights
 from accel_compat.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
@@ -31,9 +22,18 @@ from accel_compat.plugins.fsdp import RAM_EFFICIENT, FullyShardedDataParallelPlu
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
     from torch.optim import Optimizer
 
     Location = str | os.PathLike[str]
+
+
+def _states() -> Any:
+    return import_module("torch.distributed.checkpoint.state_dict")  # takes long to import
+
+
+def _checkpoint() -> Any:
+    return import_module("torch.distributed.checkpoint")
 
 
 def save_fsdp_model(
@@ -57,7 +57,7 @@ def save_fsdp_model(
         use_dcp: False: each rank writes a file of its own, which the same number of ranks loads.
     """
     options = replace(_options(fsdp_plugin), ignore_frozen_params=adapter_only)
-    state = get_model_state_dict(model, options=options)
+    state = _states().get_model_state_dict(model, options=options)
     _write(accelerator, "model", state, _place(fsdp_plugin, output_dir, FSDP_MODEL_NAME, model_index), use_dcp=use_dcp)
 
 
@@ -77,9 +77,9 @@ def load_fsdp_model(
     options = replace(_options(fsdp_plugin), ignore_frozen_params=adapter_only, strict=not adapter_only)
     place = _place(fsdp_plugin, input_dir, FSDP_MODEL_NAME, model_index)
     whole = options.full_state_dict
-    state = {} if whole else get_model_state_dict(model, options=options)
+    state = {} if whole else _states().get_model_state_dict(model, options=options)
     state = _read(accelerator, "model", state, place, use_dcp=use_dcp)
-    result = set_model_state_dict(model, state, options=options)
+    result = _states().set_model_state_dict(model, state, options=options)
     if result.unexpected_keys:
         raise ValueError(f"{place} has weights that the model has not: {', '.join(result.unexpected_keys[:8])}.")
     accelerator.wait_for_everyone()
@@ -96,7 +96,7 @@ def save_fsdp_optimizer(
     use_dcp: bool = True,
 ) -> None:
     """Writes the state of the optimizer of a model, by names of parameters, as `save_fsdp_model` does."""
-    state = get_optimizer_state_dict(model, _own(optimizer), options=_options(fsdp_plugin))
+    state = _states().get_optimizer_state_dict(model, _own(optimizer), options=_options(fsdp_plugin))
     place = _place(fsdp_plugin, output_dir, OPTIMIZER_NAME, optimizer_index)
     _write(accelerator, "optimizer", state, place, use_dcp=use_dcp)
 
@@ -115,10 +115,10 @@ def load_fsdp_optimizer(
     options, place = _options(fsdp_plugin), _place(fsdp_plugin, input_dir, OPTIMIZER_NAME, optimizer_index)
     own = _own(optimizer)
     state: dict[str, Any] = (
-        {} if options.full_state_dict else dict(get_optimizer_state_dict(model, own, options=options))
+        {} if options.full_state_dict else dict(_states().get_optimizer_state_dict(model, own, options=options))
     )
     state = _read(accelerator, "optimizer", state, place, use_dcp=use_dcp)
-    set_optimizer_state_dict(model, own, state, options=options)
+    _states().set_optimizer_state_dict(model, own, state, options=options)
     accelerator.wait_for_everyone()
 
 
@@ -138,9 +138,11 @@ def merge_fsdp_weights(
         listed = sorted(path.name for path in folder.glob(f"{FSDP_MODEL_NAME}_*")) if folder.is_dir() else []
         advice = f"Give {folder / listed[0]}." if listed else "Give the folder that has a file .metadata."
         raise ValueError(f"{folder} is not the folder of a model's weights. {advice}")
+    from torch.distributed.checkpoint import format_utils
+
     with tempfile.TemporaryDirectory(dir=folder.parent) as beside:
         whole = Path(beside) / "whole.pt"
-        dcp_to_torch_save(folder, whole)
+        format_utils.dcp_to_torch_save(folder, whole)
         state = torch.load(whole, weights_only=True, mmap=True)
         write_weights(state.get("model", state), output_path, safe_serialization=safe_serialization)
         del state
@@ -159,8 +161,15 @@ def disable_fsdp_ram_efficient_loading() -> None:
 
 
 def _options(plugin: FullyShardedDataParallelPlugin) -> StateDictOptions:
-    whole = plugin.state_dict_type == StateDictType.FULL_STATE_DICT
-    return StateDictOptions(full_state_dict=whole, cpu_offload=whole, broadcast_from_rank0=whole)
+    whole = _is_whole(plugin)
+    made: StateDictOptions = _states().StateDictOptions(
+        full_state_dict=whole, cpu_offload=whole, broadcast_from_rank0=whole
+    )
+    return made
+
+
+def _is_whole(plugin: FullyShardedDataParallelPlugin) -> bool:
+    return bool(plugin.state_dict_type.name == "FULL_STATE_DICT")
 
 
 def _own(optimizer: Any) -> Optimizer:
@@ -170,7 +179,7 @@ def _own(optimizer: Any) -> Optimizer:
 
 
 def _place(plugin: FullyShardedDataParallelPlugin, folder: Location, name: str, index: int) -> Path:
-    if plugin.state_dict_type == StateDictType.FULL_STATE_DICT:
+    if _is_whole(plugin):
         return Path(folder) / (f"{name}_{index}.bin" if index else f"{name}.bin")
     inside = f"{name}_{index}"
     return Path(folder) if Path(folder).name == inside else Path(folder) / inside
@@ -186,7 +195,7 @@ def _write(accelerator: Any, kind: str, state: dict[str, Any], place: Path, *, u
         if accelerator.process_index == 0:
             torch.save(state, place)
     elif use_dcp:
-        dcp.save({kind: state}, checkpoint_id=place)
+        _checkpoint().save({kind: state}, checkpoint_id=place)
     else:
         torch.save(state, _of_rank(place, accelerator))
     accelerator.wait_for_everyone()
@@ -198,7 +207,7 @@ def _read(accelerator: Any, kind: str, state: dict[str, Any], place: Path, *, us
             state = torch.load(place, weights_only=True, map_location="cpu")
     elif use_dcp:
         nested = {kind: state}
-        dcp.load(nested, checkpoint_id=place)
+        _checkpoint().load(nested, checkpoint_id=place)
         state = nested[kind]
     else:
         state = torch.load(_of_rank(place, accelerator), weights_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -49,9 +49,9 @@ def check_device_same(first_device: Any, second_device: Any) -> bool:
     """Whether two names say one device: "cuda" is the current one."""
 
     def whole(device: Any) -> torch.device:
-        named = torch.device(device)
+        named: Any = torch.device(device)
         if named.type in ("cpu", "meta") or named.index is not None:
-            return named
+            return cast("torch.device", named)
         return torch.device(named.type, torch.get_device_module(named.type).current_device())
 
     return whole(first_device) == whole(second_device)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from accel_compat.availability import is_deepspeed_available, is_peft_available
 
@@ -85,6 +84,8 @@ def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module
 
 def model_has_dtensor(model: nn.Module) -> bool:
     """Whether a parameter is shared out over a mesh."""
+    from torch.distributed.tensor import DTensor
+
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 

@@ -20,7 +20,7 @@ from accel_compat import availability
 from accel_compat.plugins.handlers import without_environment as clear_environment
 from accel_compat.plugins.variables import flag, str_to_bool
 
-_logger = logging.getLogger(__name__)
+_logger = logging.getLogger("accelerate.utils.environment")  # as scripts know it
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 __all__ = [

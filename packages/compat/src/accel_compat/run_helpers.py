@@ -59,7 +59,11 @@ def list_safe_globals() -> list[Any]:
     return [multiarray._reconstruct, *kinds]  # as pickles of NumPy name it
 
 
-def load(f: File, map_location: Any = None, **kwargs: Any) -> Any:
-    """`torch.load` of tensors, plain values and arrays of NumPy; `weights_only=False` executes what the file says."""
+def load(f: File, map_location: Any = None, *, weights_only: bool = True, **kwargs: Any) -> Any:
+    """`torch.load` of tensors, plain values and arrays of NumPy. `weights_only=False` is refused, for it executes what the file says."""
+    if not weights_only:
+        raise ValueError(
+            "load(weights_only=False) executes what the file says. For a file that you trust call torch.load yourself."
+        )
     with torch.serialization.safe_globals(list_safe_globals()):
-        return torch.load(f, map_location=map_location, **{"weights_only": True, **kwargs})
+        return torch.load(f, map_location=map_location, weights_only=True, **kwargs)

@@ -11,6 +11,8 @@ from accel_core.api.component import ClassOverride, override_class
 class _Prepared(ClassOverride):
     """What a prepared scheduler answers that looks for a wrapper."""
 
+    _is_accelerate_prepared = True
+
     @property
     def scheduler(self) -> Any:
         """The scheduler itself: nothing is wrapped."""

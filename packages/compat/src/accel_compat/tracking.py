@@ -122,7 +122,7 @@ def register_tracker_class(tracker_class: type[Any]) -> None:
     LOGGER_TYPE_TO_CLASS[tracker_class.name] = tracker_class
 
 
-class _Registered(Tracker):
+class Registered(Tracker):
     """A class that a script registered: made with the run."""
 
     def __init__(self, kind: type[Any], logging_dir: Any) -> None:
@@ -132,6 +132,7 @@ class _Registered(Tracker):
         self._kind, self._folder, self._made = kind, logging_dir, None
 
     def start(self, run: TrackedRun) -> None:
+        """Makes the script's object, and begins its run."""
         folder = [self._folder] if self._kind.requires_logging_directory else []
         self._made = made = self._kind(run.project, *folder, **run.options)
         made.start()
@@ -140,15 +141,19 @@ class _Registered(Tracker):
 
     @property
     def tracker(self) -> Any:
-        return self._made.tracker  # type: ignore[attr-defined]
+        """The script's object."""
+        return self._made
 
     def log(self, values: Mapping[str, Any], step: int, **options: Any) -> None:
+        """Hands values on."""
         self._made.log(dict(values), step=step, **options)  # type: ignore[attr-defined]
 
     def records(self, value: object) -> bool:  # noqa: ARG002
+        """True: it says itself what it cannot record."""
         return True
 
     def finish(self, failed: bool) -> None:  # noqa: ARG002
+        """Closes the run."""
         self._made.finish()  # type: ignore[attr-defined]
 
     def __getattr__(self, name: str) -> Any:
@@ -173,7 +178,7 @@ def chosen(log_with: Any, logging_dir: Any) -> list[Any]:
         if kind is None:
             found.append(each)
         else:
-            found.append(_word(each) if issubclass(kind, _Service) else _Registered(kind, logging_dir))
+            found.append(_word(each) if issubclass(kind, _Service) else Registered(kind, logging_dir))
     if log_with is not None and not found:
         warnings.warn(f"log_with={log_with!r} names no tracker that is installed: nothing is recorded.", stacklevel=3)
     return found

@@ -33,6 +33,7 @@ from accelerate.utils import (  # noqa: E402
     ProfileKwargs,
     find_executable_batch_size,
     infer_auto_device_map,
+    is_rich_available,
     load_checkpoint_in_model,
     synchronize_rng_states,
 )
@@ -44,6 +45,6 @@ __all__ = [
     "DistributedDataParallelKwargs", "DistributedType", "FullyShardedDataParallelPlugin", "GradScalerKwargs",
     "InitProcessGroupKwargs", "ParallelismConfig", "PartialState", "ProfileKwargs", "__version__", "cpu_offload",
     "cpu_offload_with_hook", "debug_launcher", "disk_offload", "dispatch_model", "find_executable_batch_size",
-    "infer_auto_device_map", "init_empty_weights", "init_on_device", "load_checkpoint_and_dispatch",
+    "infer_auto_device_map", "init_empty_weights", "init_on_device", "is_rich_available", "load_checkpoint_and_dispatch",
     "load_checkpoint_in_model", "notebook_launcher", "skip_first_batches", "synchronize_rng_states",
 ]  # fmt: skip

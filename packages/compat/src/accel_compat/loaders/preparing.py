@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 import accel_data
-from accel_compat.loaders.prepared import CLASSES, DataLoaderStateMixin
-from accel_compat.loaders.stateful import as_stateful
-from accel_core import PartialState
+from accel_compat.loaders.prepared import CLASSES, SkipBatchSampler
+from accel_compat.loaders.stateful import as_stateful, reading
 
 
 def prepare_data_loader(
@@ -70,18 +69,10 @@ def _data_part(mesh: Any) -> tuple[int, int]:
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
     """A loader that leaves out the first batches of each iteration: see `accel_data.skip_first_batches`.
 
-    Of a loader that is not prepared it reads all, in this process.
+    Of torch's own class with indices it is another one, which may be prepared.
     """
-    if isinstance(dataloader, DataLoaderStateMixin) or not isinstance(dataloader, DataLoader):
+    if type(dataloader) is not DataLoader or isinstance(dataloader.dataset, IterableDataset):
         return accel_data.skip_first_batches(dataloader, num_batches)
-    if PartialState().num_processes > 1 or type(dataloader) is not DataLoader:
+    if dataloader.batch_sampler is None:
         return accel_data.skip_first_batches(dataloader, num_batches)
-    return accel_data.skip_first_batches(prepare_data_loader(dataloader), num_batches)
-
-
-def get_sampler(dataloader: DataLoader[Any]) -> Any:
-    """The sampler that draws the samples of a loader; None if it has none."""
-    inner = dataloader.batch_sampler
-    while (further := getattr(inner, "batch_sampler", None)) is not None and further is not inner:
-        inner = further
-    return getattr(inner, "sampler", None) if inner is not None else dataloader.sampler
+    return reading(dataloader, DataLoader, batch_sampler=SkipBatchSampler(dataloader.batch_sampler, num_batches))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from accel_core import NotInstalledError
 
@@ -37,18 +37,17 @@ def as_stateful(loader: DataLoader[Any]) -> DataLoader[Any]:
     """A loader of torchdata's class that reads the same; one of another class of its own as it is."""
     if type(loader) is not DataLoader:
         return loader
-    options: dict[str, Any] = {name: getattr(loader, name) for name in _KEPT}
+    options: dict[str, Any] = {}
     if type(loader.batch_sampler) is BatchSampler or loader.batch_sampler is None:
         options |= {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
-        if not isinstance(loader.dataset, _iterable()):
+        if not isinstance(loader.dataset, IterableDataset):
             options["sampler"] = loader.sampler
     else:
         options["batch_sampler"] = loader.batch_sampler
-    made: DataLoader[Any] = stateful_loader_class()(loader.dataset, **options)
+    return reading(loader, stateful_loader_class(), **options)
+
+
+def reading(loader: DataLoader[Any], kind: Any, **options: Any) -> DataLoader[Any]:
+    """A loader of class `kind` with the arguments of another one, but for what draws its indices."""
+    made: DataLoader[Any] = kind(loader.dataset, **{name: getattr(loader, name) for name in _KEPT}, **options)
     return made
-
-
-def _iterable() -> type:
-    from torch.utils.data import IterableDataset
-
-    return IterableDataset

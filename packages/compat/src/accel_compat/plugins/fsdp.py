@@ -15,27 +15,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.fsdp import (
-    BackwardPrefetch,
-    CPUOffload,
-    CPUOffloadPolicy,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    MixedPrecision,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    ShardingStrategy,
-    StateDictType,
-)
-from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 from accel_compat.plugins.module_classes import get_module_class_from_name
 from accel_compat.plugins.variables import fill, flag, str_to_bool, variable
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed.fsdp import BackwardPrefetch
 
     from accel_core import Precision
     from accel_fsdp import FSDP
@@ -47,6 +33,13 @@ RAM_EFFICIENT = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 DTYPES = {"fp8": torch.bfloat16, "fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 _logger = logging.getLogger(__name__)
+
+
+def _fsdp() -> Any:
+    """torch's module, which takes long to import: not before a plugin is made."""
+    import torch.distributed.fsdp.wrap
+
+    return torch.distributed.fsdp
 
 
 def _listed(value: str) -> list[str]:
@@ -133,7 +126,7 @@ class FullyShardedDataParallelPlugin:
         if not second and self.sharding_strategy is None and self.reshard_after_forward is None:
             self.sharding_strategy = os.environ.get("FSDP_SHARDING_STRATEGY", "FULL_SHARD")
         if not second:
-            self.sharding_strategy = _member(ShardingStrategy, self.sharding_strategy, FSDP_SHARDING_STRATEGY)
+            self.sharding_strategy = _member(_fsdp().ShardingStrategy, self.sharding_strategy, FSDP_SHARDING_STRATEGY)
         given = self.reshard_after_forward
         if given is None and self.sharding_strategy is None:
             given = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true")
@@ -141,20 +134,24 @@ class FullyShardedDataParallelPlugin:
             if isinstance(given, str):
                 given = str_to_bool(given, to_bool=True)
             if given is None and self.sharding_strategy is not None:
-                kind = _member(ShardingStrategy, self.sharding_strategy, FSDP_SHARDING_STRATEGY)
-                given = kind in (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
+                kind = _member(_fsdp().ShardingStrategy, self.sharding_strategy, FSDP_SHARDING_STRATEGY)
+                given = kind in (_fsdp().ShardingStrategy.FULL_SHARD, _fsdp().ShardingStrategy.HYBRID_SHARD)
             if not isinstance(given, bool):
                 raise ValueError(f"reshard_after_forward={given!r}: expected True or False for fsdp_version=2.")
         elif isinstance(given, bool):
             raise ValueError(
                 f"reshard_after_forward={given!r}: expected a sharding strategy, such as 'FULL_SHARD', for fsdp_version=1."
             )
-        self.reshard_after_forward = given if second else _member(ShardingStrategy, given, FSDP_SHARDING_STRATEGY)
+        self.reshard_after_forward = (
+            given if second else _member(_fsdp().ShardingStrategy, given, FSDP_SHARDING_STRATEGY)
+        )
 
     def _prefetch(self, *, second: bool) -> BackwardPrefetch | None:
         if second or str(self.backward_prefetch).upper() == "NO_PREFETCH":
             return None
-        prefetch: BackwardPrefetch | None = _member(BackwardPrefetch, self.backward_prefetch, FSDP_BACKWARD_PREFETCH)
+        prefetch: BackwardPrefetch | None = _member(
+            _fsdp().BackwardPrefetch, self.backward_prefetch, FSDP_BACKWARD_PREFETCH
+        )
         return prefetch
 
     def _choose_policy(self) -> None:
@@ -165,7 +162,10 @@ class FullyShardedDataParallelPlugin:
         if name.upper() not in FSDP_AUTO_WRAP_POLICY:
             raise ValueError(f"auto_wrap_policy={name!r} is none of {', '.join(FSDP_AUTO_WRAP_POLICY)}.")
         by_class, by_size, _ = FSDP_AUTO_WRAP_POLICY
-        policies = {by_class: transformer_auto_wrap_policy, by_size: size_based_auto_wrap_policy}
+        policies = {
+            by_class: _fsdp().wrap.transformer_auto_wrap_policy,
+            by_size: _fsdp().wrap.size_based_auto_wrap_policy,
+        }
         self.auto_wrap_policy = policies.get(name.upper())
         if isinstance(self.transformer_cls_names_to_wrap, str):
             self.transformer_cls_names_to_wrap = _listed(self.transformer_cls_names_to_wrap)
@@ -179,10 +179,18 @@ class FullyShardedDataParallelPlugin:
         asked = state_dict_type if state_dict_type is not None else self.state_dict_type
         if asked is None:
             asked = "SHARDED_STATE_DICT" if self.fsdp_version == 2 else "FULL_STATE_DICT"
-        self.state_dict_type = _member(StateDictType, asked, [])
+        self.state_dict_type = _member(_fsdp().StateDictType, asked, [])
         kinds: dict[Any, tuple[Any, Any, dict[str, bool]]] = {
-            StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig, {"rank0_only": True}),
-            StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig, {}),
+            _fsdp().StateDictType.FULL_STATE_DICT: (
+                _fsdp().FullStateDictConfig,
+                _fsdp().FullOptimStateDictConfig,
+                {"rank0_only": True},
+            ),
+            _fsdp().StateDictType.SHARDED_STATE_DICT: (
+                _fsdp().ShardedStateDictConfig,
+                _fsdp().ShardedOptimStateDictConfig,
+                {},
+            ),
         }
         if self.state_dict_type in kinds:
             model, optimizer, options = kinds[self.state_dict_type]
@@ -195,20 +203,20 @@ class FullyShardedDataParallelPlugin:
 
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
         """Binds a policy of torch's to the classes of the model, or to the size."""
-        if self.auto_wrap_policy is transformer_auto_wrap_policy:
+        if self.auto_wrap_policy is _fsdp().wrap.transformer_auto_wrap_policy:
             if self.transformer_cls_names_to_wrap is None:
                 self.transformer_cls_names_to_wrap = list(getattr(model, "_no_split_modules", None) or ())
             kinds = {name: get_module_class_from_name(model, name) for name in self.transformer_cls_names_to_wrap}
             if missing := [name for name, kind in kinds.items() if kind is None]:
                 raise ValueError(f"Could not find the transformer layer class {', '.join(missing)} in the model.")
             self.auto_wrap_policy = functools.partial(
-                transformer_auto_wrap_policy,
+                _fsdp().wrap.transformer_auto_wrap_policy,
                 transformer_layer_cls=set(kinds.values()),
             )
-        elif self.auto_wrap_policy is size_based_auto_wrap_policy:
+        elif self.auto_wrap_policy is _fsdp().wrap.size_based_auto_wrap_policy:
             size = self.min_num_params
             self.auto_wrap_policy = (
-                functools.partial(size_based_auto_wrap_policy, min_num_params=size) if size else None
+                functools.partial(_fsdp().wrap.size_based_auto_wrap_policy, min_num_params=size) if size else None
             )
 
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
@@ -225,7 +233,7 @@ class FullyShardedDataParallelPlugin:
             self.mixed_precision_policy = self._policy_class()(param_dtype=dtype, reduce_dtype=dtype, **last)
 
     def _policy_class(self) -> Any:
-        return MixedPrecisionPolicy if self.fsdp_version == 2 else MixedPrecision
+        return _fsdp().MixedPrecisionPolicy if self.fsdp_version == 2 else _fsdp().MixedPrecision
 
     def _policy_of_dict(self, values: dict[str, torch.dtype]) -> None:
         wanted = ("param_dtype", "reduce_dtype", "output_dtype" if self.fsdp_version == 2 else "buffer_dtype")
@@ -248,12 +256,12 @@ class FullyShardedDataParallelPlugin:
     def set_cpu_offload(self) -> None:
         """Makes torch's object of a truth value."""
         if isinstance(self.cpu_offload, bool):
-            second = CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy()
-            self.cpu_offload = second if self.fsdp_version == 2 else CPUOffload(offload_params=self.cpu_offload)
+            second = _fsdp().CPUOffloadPolicy() if self.cpu_offload else _fsdp().OffloadPolicy()
+            self.cpu_offload = second if self.fsdp_version == 2 else _fsdp().CPUOffload(offload_params=self.cpu_offload)
 
     def validate_cpu_offload(self) -> None:
         """Raises `ValueError` for an object of the other generation."""
-        kind: Any = OffloadPolicy if self.fsdp_version == 2 else CPUOffload
+        kind: Any = _fsdp().OffloadPolicy if self.fsdp_version == 2 else _fsdp().CPUOffload
         if not isinstance(self.cpu_offload, kind):
             raise ValueError(
                 f"cpu_offload must be a truth value or an instance of torch.distributed.fsdp.{kind.__name__} for fsdp_version="
@@ -272,11 +280,14 @@ class FullyShardedDataParallelPlugin:
 
         kind = self.sharding_strategy if self.fsdp_version != 2 else None
         kind = kind or (
-            self.reshard_after_forward if isinstance(self.reshard_after_forward, ShardingStrategy) else None
+            self.reshard_after_forward if isinstance(self.reshard_after_forward, _fsdp().ShardingStrategy) else None
         )
         reshard = self.reshard_after_forward if isinstance(self.reshard_after_forward, bool) else None
         if reshard is None:
-            reshard = kind not in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)  # its name
+            reshard = kind not in (
+                _fsdp().ShardingStrategy.SHARD_GRAD_OP,
+                _fsdp().ShardingStrategy._HYBRID_SHARD_ZERO2,
+            )  # its name
         if self.activation_checkpointing_offload:
             _logger.warning("activation_checkpointing_offload has no effect: inputs of units stay on their device.")
         return FSDP(
@@ -284,7 +295,7 @@ class FullyShardedDataParallelPlugin:
             replicate=_replicas(kind, world_size) if replicate is None else replicate,
             context_parallel=context_parallel,
             wrap=self._wrap(),
-            cpu_offload=isinstance(self.cpu_offload, CPUOffloadPolicy)
+            cpu_offload=isinstance(self.cpu_offload, _fsdp().CPUOffloadPolicy)
             or bool(getattr(self.cpu_offload, "offload_params", False)),
             activation_checkpointing=bool(self.activation_checkpointing),
             ignored_modules=self._ignored(),
@@ -308,9 +319,9 @@ class FullyShardedDataParallelPlugin:
         policy = self.auto_wrap_policy
         if self._whole:
             return "none"
-        if policy is transformer_auto_wrap_policy:
+        if policy is _fsdp().wrap.transformer_auto_wrap_policy:
             return self.transformer_cls_names_to_wrap or None
-        if policy is size_based_auto_wrap_policy:
+        if policy is _fsdp().wrap.size_based_auto_wrap_policy:
             return self.min_num_params or None
         return policy if policy is None else _chooser(policy)
 
@@ -321,10 +332,10 @@ class FullyShardedDataParallelPlugin:
         return lambda _, name: pattern.fullmatch(name) is not None
 
 
-def _replicas(kind: ShardingStrategy | None, world_size: int) -> int:
-    if kind is ShardingStrategy.NO_SHARD:
+def _replicas(kind: Any, world_size: int) -> int:
+    if kind is _fsdp().ShardingStrategy.NO_SHARD:
         return world_size
-    if kind not in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2):  # its name
+    if kind not in (_fsdp().ShardingStrategy.HYBRID_SHARD, _fsdp().ShardingStrategy._HYBRID_SHARD_ZERO2):  # its name
         return 1
     of_machine = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     if of_machine < 1 or world_size % of_machine:
@@ -340,7 +351,7 @@ def _chooser(policy: Callable[..., Any]) -> Any:
     if isinstance(policy, functools.partial):
         if kinds := policy.keywords.get("transformer_layer_cls"):
             return lambda module, _: isinstance(module, tuple(kinds))
-        if policy.func is size_based_auto_wrap_policy and "min_num_params" in policy.keywords:
+        if policy.func is _fsdp().wrap.size_based_auto_wrap_policy and "min_num_params" in policy.keywords:
             return int(policy.keywords["min_num_params"])
     from inspect import signature
 

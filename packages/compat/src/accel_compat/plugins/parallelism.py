@@ -34,7 +34,7 @@ class TorchContextParallelConfig:
     def __post_init__(self) -> None:
         fill(self)
         if self.cp_comm_strategy not in ("allgather", "alltoall"):
-            raise ValueError(f"cp_comm_strategy must be 'allgather' or 'alltoall', not {self.cp_comm_strategy!r}.")
+            raise ValueError(f"Invalid cp_comm_strategy: {self.cp_comm_strategy}. Must be 'allgather' or 'alltoall'.")
 
 
 @dataclass
@@ -62,7 +62,7 @@ class DeepSpeedSequenceParallelConfig:
         is_kernel = name is not None and "/" in name and "flash-attn" in name  # of a repository, by its name
         if name is not None and name not in ("flash_attention_2", "flash_attention_3", "sdpa") and not is_kernel:
             raise ValueError(
-                f"sp_attn_implementation={name!r} does not compute parts of sequences: give 'flash_attention_2', "
+                f"Invalid sp_attn_implementation: {name}. Must be one that computes parts of sequences: 'flash_attention_2', "
                 f"'flash_attention_3', 'sdpa', or a flash-attn kernel of a repository."
             )
 
@@ -215,7 +215,7 @@ class ParallelismConfig:
         joint = {"dp": self.dp_dim_names, "dp_shard_cp": self.dp_shard_cp_dim_names, "dp_cp": self.dp_cp_dim_names}
         for name, axes in joint.items():
             if axes:
-                mesh[tuple(axes)]._flatten(name)  # torch has no public name for joint axes
+                mesh[axes]._flatten(name)  # type: ignore[index]  # torch takes lists, too, and has no public name for joint axes
         return mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:

@@ -32,7 +32,10 @@ class GradientState:
     @property
     def num_steps(self) -> int:
         """Micro-batches in a window."""
-        return int(self.plugin_kwargs.get("num_steps", 1))
+        accelerator = self._owner()
+        return int(
+            self.plugin_kwargs.get("num_steps", 1) if accelerator is None else accelerator.gradient_accumulation_steps
+        )
 
     @property
     def adjust_scheduler(self) -> bool:

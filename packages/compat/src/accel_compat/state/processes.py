@@ -9,19 +9,15 @@ import accel_core
 
 
 class Shared:
-    """An attribute that all objects of a class share, may be assigned, and says when it was reset."""
+    """An attribute that all objects of a class share, and that may be assigned."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
-    def __get__(self, obj: Any, owner: type) -> Any:  # no `__set__`: what is in the dictionary is found before this
+    def __get__(self, obj: Any, _: type) -> Any:  # no `__set__`: what is in the dictionary is found before this
         if obj is None:
             return self
-        kind = owner.__name__
-        raise AttributeError(
-            f"`{kind}` object has no attribute `{self._name}`. This happens if `{kind}._reset_state()` ran behind the object's "
-            f"construction: call {'Accelerator' if kind == 'AcceleratorState' else kind}() again."
-        )
+        raise AttributeError(self._name)  # and `__getattr__` says more
 
 
 class PartialState(accel_core.PartialState):
@@ -102,4 +98,10 @@ class PartialState(accel_core.PartialState):
     __deepcopy__ = __copy__
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        kind = type(self).__name__
+        if name in self._known_attrs:
+            raise AttributeError(
+                f"`{kind}` object has no attribute `{name}`. This happens if `{kind}._reset_state()` ran since the object was made: "
+                f"call {'Accelerator' if kind == 'AcceleratorState' else kind}() again."
+            )
+        raise AttributeError(f"{kind!r} object has no attribute {name!r}")

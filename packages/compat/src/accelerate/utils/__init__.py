@@ -1,5 +1,6 @@
 """What scripts import from one place."""
 
+from accel_compat.commands.config import write_basic_config
 from accel_compat.missing_names import refuse_from
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils.ao import convert_model_to_fp8_ao, filter_first_and_last_linear_layers, has_ao_layers
@@ -291,5 +292,5 @@ __all__ = [
     "purge_accelerate_environment", "recursive_getattr", "recursively_apply", "reduce", "release_memory",
     "retie_parameters", "save", "save_fsdp_model", "save_fsdp_optimizer", "save_offload_index", "send_to_device",
     "set_module_tensor_to_device", "set_numa_affinity", "set_seed", "slice_tensors", "str_to_bool",
-    "synchronize_rng_state", "synchronize_rng_states", "torchao_required", "tqdm", "wait_for_everyone",
+    "synchronize_rng_state", "synchronize_rng_states", "torchao_required", "tqdm", "wait_for_everyone", "write_basic_config",
 ]  # fmt: skip

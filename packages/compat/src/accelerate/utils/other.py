@@ -1,5 +1,6 @@
 """Functions without a subject in common."""
 
+from accel_compat.commands.config import write_basic_config
 from accel_compat.missing_names import refuse_from
 from accel_compat.modules import (
     compile_regions,
@@ -33,5 +34,5 @@ __all__ = [
     "compile_regions_fsdp2", "convert_bytes", "extract_model_from_parallel", "get_free_port", "get_model_tp_size",
     "get_module_children_bottom_up", "get_pretty_name", "has_compiled_regions", "has_repeated_blocks",
     "is_compiled_module", "is_port_in_use", "is_repeated_blocks", "load", "merge_dicts", "model_has_dtensor",
-    "recursive_getattr", "save", "wait_for_everyone",
+    "recursive_getattr", "save", "wait_for_everyone", "write_basic_config",
 ]  # fmt: skip

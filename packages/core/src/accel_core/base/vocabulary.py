@@ -43,7 +43,7 @@ KNOWN_PROVIDERS: Mapping[str, Mapping[str, str | None]] = MappingProxyType(
         "accel.loaders": {"sharded": "accel-data"},
         "accel.trackers": {str(kind): "accel-trackers" for kind in LoggerType if kind is not LoggerType.ALL},
         "accel.checkpoints": {"neutral": "accel-checkpoint"},
-        "accel.importers": {"deepspeed": "accel-deepspeed"},
+        "accel.importers": {"accelerate": "accel-compat", "deepspeed": "accel-deepspeed"},
         "accel.configurations": {"accelerate": "accel-compat"},
         "accel.recorders": {"background": "accel-trackers"},
         "accel.placements": {"device_map": "accel-big-model"},

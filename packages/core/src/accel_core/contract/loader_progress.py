@@ -61,8 +61,7 @@ class Passage:
         """Reports the batch about to be yielded. Hot: one `Rows` for full batches. None: unknown.
 
         Args:
-            remaining: how many batches this iterator will still yield on this rank; without a
-                length, as many as it looked ahead, up to `Feed.lookahead`.
+            remaining: batches to come on this rank; without a length, those it looked ahead to.
             rows: of the batch on this rank.
             drawn: the index batch as the sampler gave it, or `accel_core.api.loader.Positions`.
         """

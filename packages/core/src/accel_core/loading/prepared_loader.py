@@ -111,6 +111,11 @@ class IndexBatches:
     def __len__(self) -> int:
         return len(self.source)
 
+    @property
+    def batch_sampler(self) -> Any:
+        """The user's sampler that stands behind this one."""
+        return self.original
+
     def __getattr__(self, name: str) -> Any:
         if name == "original" or name.startswith("__"):  # a copy that is being made has no attributes yet
             raise AttributeError(name)
