@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -13,7 +14,10 @@ from accelerate.state import AcceleratorState, GradientState
 @pytest.fixture(autouse=True)
 def leak_police() -> Iterator[None]:
     with no_leaks():
+        before = dict(os.environ)  # option classes write what the libraries read
         yield
+        os.environ.clear()
+        os.environ.update(before)
 
 
 @pytest.fixture(autouse=True)
