@@ -111,6 +111,24 @@ ALLOWED = {
     "nn.Parameter",  # torch's
     "timedelta",  # datetime's
     "x",  # in the pattern of Slurm's "2(x3)"
+    # accel-compat: names that the module `accelerate` has, and those of files and scripts that it reads
+    "._reset_state",
+    "AcceleratorState._reset_state",
+    ".select_deepspeed_plugin",
+    "select_deepspeed_plugin",
+    "find_batch_size",
+    "copy_tensor_to_devices",
+    "register_tracker_class",
+    "tqdm",
+    "math.ceil",
+    ".state_dict",
+    "sampler",
+    "pytorch_model",
+    "custom_checkpoint_",
+    "dl_state_dict",
+    "optimizer_",
+    "random_states_",
+    "torch_",
 }
 
 

@@ -16,7 +16,10 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = {path.parent.name: path.parent for path in sorted(ROOT.glob("packages/*/pyproject.toml"))}
-IMPORT_NAMES = {path.parent.parent.parent.name: path.parent.name for path in ROOT.glob("packages/*/src/*/py.typed")}
+IMPORT_NAMES = {
+    path.parent.parent.parent.name: path.parent.name for path in ROOT.glob("packages/*/src/accel_*/py.typed")
+}
+METADATA = "compat-metadata"  # a distribution under another project's name, by which accel-compat is found: no code, no own version
 MODULES = sorted(ROOT.glob("packages/*/src/**/*.py"))
 TESTS = sorted([*ROOT.glob("tests/*.py"), *ROOT.glob("packages/*/tests/**/*.py")])
 
@@ -96,9 +99,16 @@ def declared_dependencies(folder: Path) -> set[str]:
     return {name.replace("-", "_") for name in re.findall(r'"([\w-]+)', block[1])} if block else set()
 
 
+def extras(folder: Path) -> set[str]:
+    """Import names of the distributions of ours that an extra installs: imported where they are used."""
+    text = (folder / "pyproject.toml").read_text(encoding="utf-8")
+    block = re.search(r"^\[project\.optional-dependencies\]\n(.*?)^\[", text, re.MULTILINE | re.DOTALL)
+    return {name.replace("-", "_") for name in re.findall(r'"(accel-[\w-]+)', block[1])} if block else set()
+
+
 @pytest.mark.parametrize("package", IMPORT_NAMES)
 def test_a_package_imports_only_packages_of_ours_that_it_declares(package):
-    allowed = declared_dependencies(PACKAGES[package]) | {IMPORT_NAMES[package]}
+    allowed = declared_dependencies(PACKAGES[package]) | extras(PACKAGES[package]) | {IMPORT_NAMES[package]}
     foreign = {
         f"{relative(path)}:{node.lineno} imports {name}"
         for path in PACKAGES[package].glob("src/**/*.py")
@@ -356,15 +366,16 @@ def test_a_package_is_complete_by_itself(package):
     project = (folder / "pyproject.toml").read_text(encoding="utf-8")
     assert len((folder / "README.md").read_text(encoding="utf-8").splitlines()) > 3, "the README says nothing"
     assert (folder / "LICENSE").read_text(encoding="utf-8") == (ROOT / "LICENSE").read_text(encoding="utf-8")
-    assert re.search(r'^version = "\d+\.\d+\.\d+"$', project, re.MULTILINE), "the version is static: X.Y.Z"
+    version = r'^version = "\d+\.\d+\.\d+(\+accel)?"' if package == METADATA else r'^version = "\d+\.\d+\.\d+"$'
+    assert re.search(version, project, re.MULTILINE), "the version is static: X.Y.Z"
     assert "dynamic" not in project
-    if package != "all":  # the metapackage has nothing to import
+    if package not in ("all", METADATA):  # nothing to import
         name = re.search(r'^name = "(.*)"$', project, re.MULTILINE)[1]
         assert (folder / "src" / name.replace("-", "_") / "py.typed").exists()
         assert (folder / "tests").is_dir()
 
 
-@pytest.mark.parametrize("package", sorted(set(PACKAGES) - {"core"}))
+@pytest.mark.parametrize("package", sorted(set(PACKAGES) - {"core", METADATA}))
 def test_a_package_has_a_floor_on_the_core_and_no_pin(package):
     requirements = re.findall(
         r'"(accel-[\w-]+[^"]*)"', (PACKAGES[package] / "pyproject.toml").read_text(encoding="utf-8")
@@ -378,7 +389,7 @@ def test_a_package_has_a_floor_on_the_core_and_no_pin(package):
 def test_a_package_has_one_version(package):
     """In pyproject.toml, in its CHANGELOG, and in `__version__` where there is one."""
     folder = PACKAGES[package]
-    version = re.search(r'^version = "(.*)"$', (folder / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)[1]
+    version = re.search(r'^version = "(.*?)"', (folder / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)[1]
     assert f"## {version}" in (folder / "CHANGELOG.md").read_text(encoding="utf-8")
     for module in folder.glob("src/*/__init__.py"):
         assert re.findall(r'^__version__ = "(.*)"$', module.read_text(encoding="utf-8"), re.MULTILINE) in (
@@ -388,7 +399,7 @@ def test_a_package_has_one_version(package):
 
 
 def test_the_metapackage_requires_every_package_that_trains():
-    assert declared_dependencies(PACKAGES["all"]) == set(IMPORT_NAMES.values()) - {"accel_testing"}
+    assert declared_dependencies(PACKAGES["all"]) == set(IMPORT_NAMES.values()) - {"accel_testing", "accel_compat"}
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -11,10 +11,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_checkpoint import ForeignCheckpoint, ForeignOptimizer
-from accel_checkpoint.importing import command
+from accel_checkpoint.importing import command, opened
 from accel_checkpoint.importing.foreign import write_foreign
 from accel_checkpoint.inspection.command import main
 from accel_core import Accelerator, CheckpointError
+from accel_core.api.component import capture_random_state
 from accel_core.api.layouts import Alias, Elementwise, Replicated, flat_range, pieces_of
 
 WEIGHT = torch.arange(12.0).view(3, 4)
@@ -154,8 +155,9 @@ class Offer:
 @pytest.fixture
 def installed(monkeypatch):
     """Nothing but a toy importer."""
-    monkeypatch.setattr(command, "list_offers", lambda group: [Offer()])
-    monkeypatch.setattr(command, "find", lambda group, name, offers: offers[0])
+    for module in (command, opened):
+        monkeypatch.setattr(module, "list_offers", lambda group: [Offer()])
+    monkeypatch.setattr(opened, "find", lambda group, name, offers: offers[0])
 
 
 @pytest.mark.usefixtures("installed")
@@ -213,3 +215,51 @@ def test_a_folder_that_is_called_import_can_be_looked_at(tmp_path, monkeypatch, 
     write_foreign(foreign(), Path("import"), lambda line: None)
     assert main(["./import"]) == 0
     assert str(Path("import")) in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_folder_that_an_importer_knows_is_loaded_from_where_it_is(tmp_path):
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    accelerator, model, optimizer = prepared()
+    with pytest.warns(UserWarning, match="not in it: the random streams"):
+        accelerator.load_state(theirs)
+    assert torch.equal(model.weight, WEIGHT)
+    assert torch.equal(optimizer.state[model.weight]["momentum_buffer"], WEIGHT)
+    assert not [*theirs.iterdir()]
+    with pytest.raises(CheckpointError, match="there are 0 optimizers here, and 1 in the checkpoint"):
+        alone(Tied()).load_state(theirs)
+    with pytest.raises(CheckpointError, match="A checkpoint was to be read from"):
+        accelerator.load_state(tmp_path)  # which no importer knows
+
+
+def alone(model: nn.Module) -> Accelerator:
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(model)
+    return accelerator
+
+
+def test_places_of_parameters_tied_names_and_streams_of_ranks_are_matched_with_the_run(tmp_path):
+    group = foreign().optimizers[0].groups[0]
+    parts = [
+        lambda: {
+            "model.0": {"again": Elementwise.whole(WEIGHT), "mean": Replicated(torch.ones(2))},
+            "optimizer.0": {"loose.0.0/momentum_buffer": Elementwise.whole(WEIGHT)},
+        }
+    ]
+    found = foreign(
+        parts=parts,
+        optimizers=[ForeignOptimizer("", [{**group, "names": ["loose.0.0"]}])],
+        random=[capture_random_state(None)],
+        objects=[{"value": 5}],
+    )
+    expected = torch.rand(())
+    write_foreign(found, tmp_path / "new", lambda line: None)
+    accelerator, model, optimizer = prepared()
+    counter = Counter()
+    accelerator.register_for_checkpointing(counter)
+    accelerator.load_state(tmp_path / "new")  # without a warning
+    assert torch.equal(torch.rand(()), expected)
+    assert torch.equal(model.weight, WEIGHT)
+    assert torch.equal(optimizer.state[model.weight]["momentum_buffer"], WEIGHT)
+    assert counter.value == 5

@@ -130,6 +130,7 @@ def test_path_prints_where_the_file_lies_and_whether_it_is_there(capsys, home):
 
 
 def test_import_writes_a_file_of_our_own(capsys, home):
+    pytest.importorskip("accel_compat")  # which translates
     theirs = home / "default_config.yaml"
     theirs.write_text(
         "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nnum_processes: 2\nuse_cpu: true\n"

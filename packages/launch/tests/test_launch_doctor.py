@@ -9,14 +9,15 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from accel_core.api.launcher import Place
+from accel_core import NotInstalledError
+from accel_core.api.launcher import Place, find
 from accel_launch.checking import doctor_doors, doctor_facts, doctor_findings, doctor_job
 from accel_launch.checking.doctor_findings import examine
+from accel_launch.commands import doctor
 from accel_launch.commands.doctor import main
 
 pytestmark = pytest.mark.timeout(90)
@@ -245,6 +246,24 @@ def test_patience_is_a_number_of_seconds(text):
         main(["--patience", text])
 
 
-def test_a_script_is_not_what_a_doctor_takes(tmp_path: Path):
-    with pytest.raises(ValueError, match=r"train\.py was given.*accel launch starts yours"):
-        main(["train.py"])
+def test_a_program_is_not_what_a_doctor_takes():
+    with pytest.raises(ValueError, match=r"train\.sh was given.*accel launch starts yours"):
+        main(["train.sh"])
+
+
+def test_a_script_is_handed_to_the_command_that_checks_scripts(monkeypatch):
+    asked = []
+
+    class Offer:
+        def load(self):
+            return lambda words: asked.append(words) or 1
+
+    monkeypatch.setattr(doctor, "find", lambda group, name: Offer())
+    assert doctor.main(["--json", "train.py"]) == 1
+    assert asked == [["--json", "train.py"]]
+
+
+def test_without_that_command_it_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(doctor, "find", lambda group, name: find(group, name, []))
+    with pytest.raises(NotInstalledError, match="Type: pip install accel-compat"):
+        doctor.main(["train.py"])

@@ -59,24 +59,11 @@ def test_another_file_is_chosen_by_the_option_or_else_by_the_variable(home, tmp_
     assert chosen_path(None, home).name == "nowhere.yaml"
 
 
-def test_a_file_of_accelerate_is_read_where_it_lies_and_it_is_said(home, tmp_path):
+def test_the_places_where_accelerate_may_keep_its_file(home, tmp_path):
     home["HF_HOME"] = str(tmp_path / "hf")
     places = peer_paths(home)
     assert places[0] == tmp_path / "hf" / "accelerate" / "default_config.yaml"
     assert tmp_path / ".cache" / "huggingface" / "accelerate" / "default_config.yaml" in places
-    places[-1].parent.mkdir(parents=True)
-    places[-1].write_text(
-        '{"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "num_processes": 2, "tpu_zone": "here"}'
-    )
-    file = load(None, home)
-    assert file.path == places[-1]
-    assert file.data["num_processes"] == 2
-    # compute_environment says what is so here in any case; distributed_type is one process there, whatever num_processes says.
-    assert "is in Accelerate's format: 1 of its options were carried over, 2 were not:" in file.notes[0]
-    assert "tpu_zone: 'here' was left out" in file.notes[0]
-    assert "Type `accel config import`" in file.notes[0]
-    write(own_path(), {}, {})
-    assert load(None, home).data == {}
 
 
 def test_yaml_and_json_are_read_and_no_is_a_text(path):

@@ -44,6 +44,7 @@ def shown(capsys, command, *words):
 
 
 def test_what_an_imported_file_leaves_out_is_listed_without_secrets(capsys, home, script):
+    pytest.importorskip("accel_compat")  # which translates
     theirs = home / "theirs.yaml"
     theirs.write_text(PEER)
     for command, words in (

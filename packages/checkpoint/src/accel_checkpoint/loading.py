@@ -19,8 +19,11 @@ import torch
 
 from accel_checkpoint.deferred import data_of, is_deferred
 from accel_checkpoint.files.disk import read_all
-from accel_checkpoint.reading import Checkpoint, Job, SavedState
-from accel_checkpoint.record import warn_of_absent, warn_of_batches
+from accel_checkpoint.importing.fitting import names_here, other_schedule, state_of_position, units_here
+from accel_checkpoint.importing.opened import open_to_load
+from accel_checkpoint.optimizers.known_optimizers import kind_of
+from accel_checkpoint.reading import Job, SavedState
+from accel_checkpoint.record import IMPORTED, warn_of_absent, warn_of_batches
 from accel_checkpoint.run_state import (
     ACCUMULATION,
     GRADIENT,
@@ -49,6 +52,7 @@ from accel_core.api.component import derive_seed, restore_random_state
 from accel_core.api.layouts import Alias, Elementwise, Entry, Opaque, Partial
 
 if TYPE_CHECKING:
+    from accel_checkpoint.reading import Checkpoint
     from accel_core.api.checkpoint import LoadHook
 
 _RESUMED = int.from_bytes(b"rng", "big")
@@ -60,7 +64,7 @@ def load(run: Run, folder: Path, hooks: Sequence[LoadHook]) -> dict[str, Any]:
     CheckpointError is raised on every rank if none, damaged or a misfit; OSError if unreadable.
     """
     world = run.world
-    checkpoint = on_each_rank(world, "to have opened the checkpoint", lambda: Checkpoint(folder, world.device))
+    checkpoint = on_each_rank(world, "to have opened the checkpoint", lambda: open_to_load(folder, world.device))
     with checkpoint:
         identities = everywhere(world, "to compare checkpoints", lambda: checkpoint.manifest.id)
         if len(set(identities)) > 1:
@@ -134,6 +138,8 @@ class _Restoring:
         self._jobs: list[Job] = []  # by which the models are read
         self._optimizers: list[SavedState] = []
         self._objects: dict[str, Any] = {}
+        self._imported = IMPORTED in checkpoint.manifest.record
+        self._units = units_here(checkpoint.manifest.record, len(run.models()), left)
 
     def misfits(self) -> list[str]:
         """Lines on mismatches of run and checkpoint. Changes nothing; raises if that is invalid."""
@@ -156,6 +162,9 @@ class _Restoring:
             unit = f"{OPTIMIZER}.{number}"
             if unit in self._checkpoint.index.objects:
                 saved = SavedState(self._checkpoint, unit, *self._place)
+                if self._imported:
+                    saved.kind = saved.kind or kind_of(optimizer)
+                    saved.rename(names_here(optimizer, names, self._states))
                 self._optimizers.append(saved)
                 found = self._run.relay.optimizer_misfits(optimizer, names, saved)
                 yield from (f"{unit}: {line}" for line in found)
@@ -190,7 +199,7 @@ class _Restoring:
         prepared, saved = self._run.prepared, self._checkpoint
         left = saved.manifest.record["left_to_hooks"]
         for kind, here_are, there in (
-            (MODEL, len(prepared.models), saved.manifest.record["models"]),
+            (MODEL, len(self._units) if self._imported else len(prepared.models), saved.manifest.record["models"]),
             (OPTIMIZER, len(prepared.optimizers), len(saved.units(OPTIMIZER))),
             (SCHEDULER, len(prepared.schedulers), len(saved.units(SCHEDULER))),
             (LOADER, len(prepared.loaders), len(saved.units(LOADER))),
@@ -201,7 +210,8 @@ class _Restoring:
                 yield f"there are {here_are} {what} here, and {there} in the checkpoint"
         components = {name for name, component in self._run.components.items() if has_state(component)}
         components = {name for name in components if name.partition(".")[0] not in saved.absent}
-        for name in sorted(components ^ saved.components()):
+        there = saved.components() & components if self._imported else saved.components()  # of other precisions
+        for name in sorted(components ^ there):
             has, has_not = ("here", "in the checkpoint") if name in components else ("in the checkpoint", "here")
             yield f"the {name} has a state {has}, and none {has_not}"
         known = (MODEL, OPTIMIZER, GRADIENT)
@@ -213,12 +223,14 @@ class _Restoring:
                 yield f"{unit} was left to a hook of register_save_state_pre_hook(), and no hook here has taken it"
 
     def _misfits_of_model(self, number: int) -> Iterator[str]:
-        unit = f"{MODEL}.{number}"
+        unit = self._units[number]
         state = self._run.model_state(number)
         self._states[number] = within(unit, state)
+        if self._imported:
+            self._checkpoint.fit(unit, state)
         names = self._checkpoint.names(unit)
         record = self._checkpoint.manifest.record
-        if number >= record["models"] or unit in record["left_to_hooks"]:
+        if int(unit.rpartition(".")[2]) >= record["models"] or unit in record["left_to_hooks"]:
             return  # which is said already
         known = set(names)
         missing = [name for name in state if name not in known]
@@ -271,11 +283,16 @@ class _Restoring:
 
     def _misfits_of_objects(self) -> Iterator[str]:
         self._checkpoint.verify_objects(*self._place)  # those too that no rank here has a use for
-        for unit in stateful(self._run):
-            if unit not in self._checkpoint.index.objects:
+        for unit, each in stateful(self._run).items():
+            if self._run.world.size == self._checkpoint.world_size:
+                self._objects.update(state_of_position(self._checkpoint.manifest.record, unit, each))
+            off = self._imported and unit in self._run.components and not each.state_dict()  # a loss scale, for one
+            if unit not in self._checkpoint.index.objects or off:
                 continue
             try:
                 self._objects[unit] = self._object(unit)
+                if self._imported and unit.startswith(SCHEDULER):
+                    yield from other_schedule(unit, each, self._objects[unit])
             except CheckpointError as error:
                 yield str(error)
 
@@ -358,7 +375,7 @@ class _Restoring:
 
     def _give(self, unit: str, each: Any) -> None:
         """Restores an object's state, unless an imported checkpoint has none of its kind."""
-        if unit.partition(".")[0] in self._checkpoint.absent:
+        if unit not in self._objects:
             return
         try:
             each.load_state_dict(self._objects[unit])

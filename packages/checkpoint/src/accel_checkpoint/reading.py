@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -29,10 +30,25 @@ from accel_checkpoint.run_state import (
 )
 from accel_core import CheckpointError
 from accel_core.api.checkpoint import SavedEntry
-from accel_core.api.layouts import Elementwise, Entry, Opaque, Partial, Replicated
+from accel_core.api.layouts import Alias, Box, Elementwise, Entry, Opaque, Partial, Replicated
 
 Job = Callable[[], None]
 
+
+class Reader(Protocol):
+    """The tensors of one file, by key: `PartReader`, or tensors of another library."""
+
+    def tensor(self, key: str) -> torch.Tensor:
+        """A new CPU tensor."""
+
+    def read(self, key: str, out: torch.Tensor, cast: bool = False) -> None:
+        """Fills a tensor with all of one."""
+
+    def read_box(self, key: str, source: Box, out: torch.Tensor, cast: bool = False) -> None:
+        """Fills a tensor with a region of one."""
+
+
+_WRAPPER = "module."  # before the names of a model in torch's wrapper for data parallelism
 _ALWAYS = {ACCUMULATION, RANDOM}
 _MAY_LACK = {SCHEDULER, LOADER, OBJECT, RANDOM, *COMPONENTS}  # of an imported checkpoint
 
@@ -46,7 +62,7 @@ class Checkpoint:
         self.manifest: Manifest = read_manifest(folder)
         self.index = Index.read(folder, self.manifest)
         self._check()
-        self._readers: dict[str, PartReader] = {}
+        self._readers: dict[str, Reader] = {}
         self._open = ExitStack()
 
     def __enter__(self) -> Checkpoint:
@@ -78,7 +94,7 @@ class Checkpoint:
                 f"{self.folder} lies: its hashes hold, but no save_state() leaves such an index. Missing: {missing}. Load another checkpoint."
             )
 
-    def reader(self, file: str) -> PartReader:
+    def reader(self, file: str) -> Reader:
         """The reader of a file, which is opened, and its header verified, once."""
         if file not in self._readers:
             path = self.folder / self.manifest.data / file
@@ -90,6 +106,30 @@ class Checkpoint:
         prefix = f"{unit}/"
         names = (*self.index.tensors, *self.index.aliases)
         return [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
+
+    def fit(self, unit: str, state: Mapping[str, Entry]) -> None:
+        """Gives tied names here that are not there the one of them that is; takes a wrapper's prefix off.
+
+        Other libraries leave tied names out of their files, or save wrapped models.
+        """
+        names = self.names(unit)
+        if names and all(name.startswith(_WRAPPER) for name in names) and state.keys().isdisjoint(names):
+            whole, prefix = f"{unit}/{_WRAPPER}", f"{unit}/"
+            tensors = {name.replace(whole, prefix, 1): record for name, record in self.index.tensors.items()}
+            ties = {
+                name.replace(whole, prefix, 1): of.replace(whole, prefix, 1) for name, of in self.index.aliases.items()
+            }
+            self.index = replace(self.index, tensors=tensors, aliases=ties)
+        there, tied = set(self.names(unit)), dict[str, list[str]]()
+        for name, entry in state.items():
+            tied.setdefault(entry.of if isinstance(entry, Alias) else name, []).append(name)
+        aliases = dict(self.index.aliases)
+        for names in tied.values():
+            kept = next((name for name in names if name in there), None)
+            if kept is not None:
+                full = aliases.get(f"{unit}/{kept}", f"{unit}/{kept}")
+                aliases.update({f"{unit}/{name}": full for name in names if name not in there})
+        self.index = replace(self.index, aliases=aliases)
 
     def units(self, kind: str) -> list[str]:
         """The units of a kind with tensors or objects, without others' parts: "model.0", ..."""
@@ -206,14 +246,24 @@ class SavedState:
         for values in checkpoint.objects(f"{unit}.{VALUES}"):  # a rank has those of the parameters that it owns
             self.values.update(values)
         self.pending: list[Job] = []
+        self._saved_names: Mapping[str, str] = {}
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Shows parameters by other names, by those in the checkpoint."""
+        names = {saved: names.get(saved, saved) for group in self.groups for saved in group["names"]}
+        self._saved_names = {name: saved for saved, name in names.items()}
+        for group in self.groups:
+            group["names"] = [names.get(name, name) for name in group["names"]]
+        self.values = {names.get(name, name): values for name, values in self.values.items()}
 
     def described(self) -> Mapping[str, SavedEntry]:
         """Every entry."""
-        return self._checkpoint.described(self._unit)
+        names = {saved: name for name, saved in self._saved_names.items()}
+        return {_renamed(name, names): entry for name, entry in self._checkpoint.described(self._unit).items()}
 
     def read(self, name: str, entry: Entry) -> Any:
         """Fills the tensors of an entry; for an `Opaque`, returns the value of its part."""
-        full = f"{self._unit}/{name}"
+        full = f"{self._unit}/{_renamed(name, self._saved_names)}"
         if isinstance(entry, Opaque):
             return self._checkpoint.opaque(full, entry.part)
         jobs = self._checkpoint.jobs(full, entry, *self._place)
@@ -223,3 +273,9 @@ class SavedState:
         for job in jobs:
             job()
         return None
+
+
+def _renamed(name: str, names: Mapping[str, str]) -> str:
+    """The name of an entry, which is of a parameter or of a key of its state."""
+    parameter, slash, key = name.rpartition("/")
+    return names.get(name) or f"{names.get(parameter, parameter)}{slash}{key}"

@@ -26,6 +26,13 @@ def absent_of(record: Mapping[str, Any]) -> frozenset[str]:
     return frozenset(record.get(IMPORTED, {}).get("absent", ()))
 
 
+def position_of(record: Mapping[str, Any], unit: str) -> Mapping[str, int] | None:
+    """The position of a loader in an imported checkpoint that says no more of it; or None."""
+    kind, _, number = unit.partition(".")
+    positions = record.get(IMPORTED, {}).get("positions", ())
+    return positions[int(number)] if kind == "loader" and int(number) < len(positions) else None
+
+
 def set_up(world: World, explanation: Explanation) -> dict[str, Any]:
     """The constants of a run, as JSON: world, versions, options and components with sources."""
     explained = explanation.as_dict()
@@ -53,11 +60,12 @@ def _position(loader: Any) -> dict[str, int | None] | None:
 def warn_of_absent(record: Mapping[str, Any], units: Sequence[str]) -> None:
     """Warns of the units of the run that a load leaves alone: an imported checkpoint lacks them."""
     absent = absent_of(record)
-    if absent:
-        left = [unit for unit in units if unit.partition(".")[0] in absent]
+    left = [unit for unit in units if unit.partition(".")[0] in absent and position_of(record, unit) is None]
+    left += ["the random streams"] if "random" in absent else []
+    if left:
         warnings.warn(
             f"load_state() reads a checkpoint that was imported from {record[IMPORTED]['origin']}, and leaves as they are what is "
-            f"not in it: {', '.join([*left, 'the random streams'])}. Put loaders and schedules where they belong: "
+            f"not in it: {', '.join(left)}. Put loaders and schedules where they belong: "
             f"accelerator.skip_first_batches(), scheduler.step().",
             stacklevel=2,
         )

@@ -94,6 +94,11 @@ class Work:
         """An object that is the same on `ranks`."""
         self.written.objects.setdefault(unit, []).append({"ranks": ranks, **self._encoded(unit, encoded)})
 
+    def add_rank_object(self, unit: str, rank: int, encoded: Encoded) -> None:
+        """An object of one rank, in a file that has those of other ranks too."""
+        content = self._encoded(f"{unit} of rank {rank}", encoded)
+        self.written.objects.setdefault(unit, []).append({"ranks": [rank], **content})
+
     def _encoded(self, prefix: str, encoded: Encoded) -> dict[str, Any]:
         places = {}
         for path, tensor in encoded.tensors.items():

@@ -168,7 +168,9 @@ class _Asked(NamedTuple):
         if plugin is None:
             steps = self.option(name, parse=as_steps)
             return GradientAccumulationPlugin(num_steps=steps.value, **self.sections.share("accumulation")), steps
-        refuse_beside("gradient_accumulation_plugin", plugin, name, self.given[name], variable_of(name))
+        refuse_beside(
+            "gradient_accumulation_plugin", plugin, name, self.given[name], variable_of(name), plugin.num_steps
+        )
         self.sections.refuse_beside("accumulation", "gradient_accumulation_plugin")
         return plugin, Option(plugin.num_steps, "argument")
 

@@ -136,10 +136,9 @@ class PartialState(_State):
 class AcceleratorState(_State):
     """A read-only view of an Accelerator's set-up, `accelerator.state`; prints one fact a line.
 
-    Besides what `PartialState` has: the precision, and the strategies that were given by key, of
-    which the first is in use. Of one named `x`, `x_plugin` is the object (None where another is in
-    use), `x_plugins` all by key, `get_x_plugin(key)` one of them; `select_x_plugin(key)` raises for
-    any but the one in use.
+    Besides what `PartialState` has: the precision, and the strategies by key, of which the first is
+    in use. Of one named `x`, `x_plugin` is the object if in use, `x_plugins` all by key,
+    `get_x_plugin(key)` one; `select_x_plugin(key)` raises for any but the one in use.
     """
 
     _world: World

@@ -41,6 +41,8 @@ def prepare_data_loader(
     use_stateful_dataloader: bool = False,
     presharded: bool = False,
     uneven: Uneven = "pad",
+    *,
+    classes: tuple[type[Any], type[Any]] | None = None,
 ) -> DataLoader[Any]:
     """A copy of a loader that reads the part of one process. Needs no Accelerator.
 
@@ -57,6 +59,7 @@ def prepare_data_loader(
         slice_fn_for_dispatch: cuts the part of one process out of a global batch that is
             dispatched; None: `slice_tensors`.
         uneven: as the others, see `DataLoaderConfiguration`.
+        classes: see `Sharded.classes`.
     """
     given, world = locals(), World.current()
     options = DataLoaderConfiguration(**{field.name: given[field.name] for field in fields(DataLoaderConfiguration)})
@@ -64,22 +67,23 @@ def prepare_data_loader(
     shard = Shard(world.rank if process_index is None else process_index, count)
     device = (device or world.device) if put_on_device else None
     seed, slice_fn = agree_seed(world, data_seed), slice_fn_for_dispatch
-    request = Request(shard, Feed(), device, seed, 0, None, slice_fn, options, named(rng_types))
+    request = Request(shard, Feed(), device, seed, 0, None, slice_fn, options, named(rng_types), classes)
     return prepare(as_data_loader(dataloader), request)
 
 
 def prepare(loader: DataLoader[Any], request: Request) -> DataLoader[Any]:
     """The prepared copy of a loader."""
+    reading, sent = request.classes or (DataLoaderShard, DataLoaderDispatcher)
     if request.shard.count > 1:
         refuse_unserved("prepare()", loader, request.shard, request.options.presharded)
         refuse_datapipe(loader)
         iterable = isinstance(loader.dataset, IterableDataset)
         dispatched = request.options.dispatch_batches
         if (iterable and not request.options.presharded) if dispatched is None else dispatched:
-            return overridden_copy(loader, DataLoaderDispatcher, **dispatching(loader, request))
+            return overridden_copy(loader, sent, **dispatching(loader, request))
         if iterable:
-            return overridden_copy(loader, DataLoaderShard, **sharing_stream(loader, request))
-    return overridden_copy(loader, DataLoaderShard, **reading_part(loader, request))
+            return overridden_copy(loader, reading, **sharing_stream(loader, request))
+    return overridden_copy(loader, reading, **reading_part(loader, request))
 
 
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:

@@ -30,7 +30,8 @@ class Request:
     """The request for one loader: its part of the data, its options, and its outlet.
 
     `feed` is where iterators report; `number`: how many loaders were prepared before; `group`: the
-    ranks that share a global batch, None: the world; `slice_fn`: the user's, which cuts a batch.
+    ranks that share a global batch, None: the world; `slice_fn`: the user's, which cuts a batch;
+    `classes`: what loaders that read by themselves, and dispatched ones, become, None: our own.
     """
 
     shard: Shard
@@ -42,6 +43,7 @@ class Request:
     slice_fn: Callable[..., Any] | None
     options: DataLoaderConfiguration
     rng_types: tuple[str, ...]
+    classes: tuple[type[Any], type[Any]] | None = None
 
     @classmethod
     def alone(cls, device: torch.device | None, rng_types: Iterable[str] | None) -> Request:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from accel_core import hookimpl
 from accel_core.api.component import as_rng_types
@@ -52,6 +52,8 @@ class Sharded:
 
     handler = DataLoaderConfiguration
     rng_types: Sequence[str]
+    classes: ClassVar[tuple[type[Any], type[Any]] | None] = None
+    """For subclasses: the classes of prepared loaders, subclasses of `DataLoaderShard` and `DataLoaderDispatcher`; None: these."""
 
     def __init__(
         self,
@@ -89,5 +91,6 @@ class Sharded:
         from accel_data.request import Request
 
         options = DataLoaderConfiguration(**{field.name: getattr(self, field.name) for field in fields(self.handler)})
-        request = Request(shard, feed, device, seed, number, group, slice_fn, options, tuple(self.rng_types))
+        given = (shard, feed, device, seed, number, group, slice_fn, options, tuple(self.rng_types))
+        request = Request(*given, self.classes)
         return prepare(loader, request)

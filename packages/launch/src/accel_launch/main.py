@@ -31,8 +31,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command with these arguments (None: this process's); returns the exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     shows_traceback = given[:1] == ["--traceback"]
+    return report_errors("accel", lambda: run(given[shows_traceback:]), shows_traceback)
+
+
+def report_errors(name: str, command: Callable[[], int | None], shows_traceback: bool = False) -> int:
+    """Runs the command line program `name`, and returns its exit status, None being 0.
+
+    Of an error that speaks to the user the message is printed, with status 2; others are raised.
+    """
     try:
-        status = _run(given[1:] if shows_traceback else given)
+        status = int(command() or 0)
         sys.stdout.flush()
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -43,12 +51,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except _TOLD as error:
         if shows_traceback:
             raise
-        warn(f"accel: {_words(error)}", BAD)
+        warn(f"{name}: {_words(error)}", BAD)
         return WRONG
     return status
 
 
-def _run(given: Sequence[str]) -> int:
+def run(given: Sequence[str]) -> int:
+    """Runs the command that these words name; raises what it raises."""
     name, rest = given[0] if given else "", given[1:]
     if name in {"", "-h", "--help"}:
         _help()

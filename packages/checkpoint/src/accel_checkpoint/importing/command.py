@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accel_checkpoint.importing.foreign import write_foreign
+from accel_checkpoint.importing.opened import GROUP, find_foreign
 from accel_core import CheckpointError
-from accel_core.api.launcher import KNOWN_PROVIDERS, Group, find, how_to_get, list_offers
+from accel_core.api.launcher import KNOWN_PROVIDERS, how_to_get, list_offers
 
 if TYPE_CHECKING:
-    from accel_checkpoint.importing.foreign import ForeignCheckpoint, Importer
-
-GROUP: Group = "accel.importers"
+    from accel_checkpoint.importing.foreign import ForeignCheckpoint
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,13 +43,10 @@ def open_foreign(folder: Path, optimizer: str | None = None) -> ForeignCheckpoin
     """The checkpoint in a folder, by the first importer that knows it; else CheckpointError."""
     if not folder.is_dir():
         raise FileNotFoundError(2, "a checkpoint was to be imported, but there is no such folder", str(folder))
-    offers = list_offers(GROUP)
-    for offer in offers:
-        importer: Importer = find(GROUP, f"{offer.distribution}:{offer.name}", offers).load()
-        found = importer(folder, optimizer)
-        if found is not None:
-            return found
-    installed = [offer.name for offer in offers]
+    found = find_foreign(folder, optimizer)
+    if found is not None:
+        return found
+    installed = [offer.name for offer in list_offers(GROUP)]
     missing = [f"For {name}: {how_to_get(by)}." for name, by in KNOWN_PROVIDERS[GROUP].items() if name not in installed]
     tried = f"Installed: {', '.join(installed) or 'none'}. {' '.join(missing)}"
     raise CheckpointError(f"A checkpoint was to be imported from {folder}, but no importer knows it. {tried}")

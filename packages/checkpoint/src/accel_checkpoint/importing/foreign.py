@@ -2,6 +2,7 @@
 
 Importers, of the entry-point group `accel.importers`, are functions of the folder and the class of
 the user's optimizer, which return a `ForeignCheckpoint`, or None for what is not theirs.
+`load_state` reads such folders too (`importing.opened`).
 """
 
 from __future__ import annotations
@@ -43,8 +44,9 @@ class ForeignOptimizer:
     """An optimizer, but for its tensors.
 
     Args:
-        kind: its class, "module:QualName".
-        groups: the options of each group, and "names": "0.<name>" for the parameters of model 0.
+        kind: its class, "module:QualName"; "" if that is not known: the one of the run that loads.
+        groups: the options of each group, and "names": "0.<name>" for the parameters of model 0,
+            or "loose.<group>.<position>" where only the order in the groups is known.
         values: by such a name, the values of its state that are no tensors.
     """
 
@@ -66,6 +68,10 @@ class ForeignCheckpoint:
         optimizers, schedulers: in the order in which a run prepares them; of a scheduler its
             `state_dict()`.
         backwards: how many the run had done.
+        objects: states of the objects that the user registered; None: they are not in it.
+        components: states of components that have one here, such as "precision".
+        random: the random streams of each rank, as `capture_random_state` gives them.
+        positions: of each loader {"batches": on each rank, of the epoch}, or None.
     """
 
     origin: str
@@ -75,11 +81,16 @@ class ForeignCheckpoint:
     optimizers: Sequence[ForeignOptimizer] = ()
     schedulers: Sequence[Mapping[str, Any]] = ()
     backwards: int = 0
+    objects: Sequence[Any] | None = None
+    components: Mapping[str, Any] = field(default_factory=dict)
+    random: Sequence[Mapping[str, Any]] = ()
+    positions: Sequence[Mapping[str, int] | None] = ()
 
     @property
     def absent(self) -> list[str]:
         """The kinds of units that a run has, and this checkpoint not: loads leave them alone."""
-        return [LOADER, OBJECT, *COMPONENTS, RANDOM, *([] if self.schedulers else [SCHEDULER])]
+        has = {SCHEDULER: self.schedulers, OBJECT: self.objects is not None, RANDOM: self.random, **self.components}
+        return [kind for kind in (LOADER, OBJECT, *COMPONENTS, RANDOM, SCHEDULER) if not has.get(kind)]
 
 
 Importer = Callable[[Path, "str | None"], "ForeignCheckpoint | None"]
@@ -93,13 +104,11 @@ def write_foreign(foreign: ForeignCheckpoint, folder: Path, say: Say) -> None:
         portraits, works = [], []
         for number, part in enumerate(foreign.parts):
             say(f"file {number + 1} of {len(foreign.parts)}")
-            portrait, work = _work(file_name(number), part())
-            if number == 0:
-                _add_objects(work, foreign)
+            portrait, work = work_of(foreign, number, part())
             work.write(draft.data)
             portraits.append(portrait)
             works.append(work.written)
-        publication = Publication(draft, _record(foreign), portraits)
+        publication = Publication(draft, record_of(foreign), portraits)
         publication.publish(works)
         publication.finish()
     except BaseException:
@@ -107,11 +116,12 @@ def write_foreign(foreign: ForeignCheckpoint, folder: Path, say: Say) -> None:
         raise
 
 
-def _work(file: str, part: Part) -> tuple[Portrait, Work]:
+def work_of(foreign: ForeignCheckpoint, number: int, part: Part) -> tuple[Portrait, Work]:
+    """The content of a file, from a part; with that of the first all that is no tensor."""
     state = {name: entry for unit, entries in part.items() for name, entry in within(unit, entries).items()}
     aliases = {name: entry.of for name, entry in state.items() if isinstance(entry, Alias)}
     content = Content({name: entry for name, entry in state.items() if not isinstance(entry, Alias)})
-    work, claims = Work(file), {}
+    work, claims = Work(file_name(number)), {}
     for name, entry in content.state.items():
         assert not isinstance(entry, Alias)
         claims[name] = Claim.of(entry)
@@ -119,6 +129,8 @@ def _work(file: str, part: Part) -> tuple[Portrait, Work]:
         for box in boxes:
             work.add_task(Task(name, box, WHOLE), content)
         work.written.tensors.setdefault(name, [])  # of an empty tensor nothing is written
+    if number == 0:
+        _add_objects(work, foreign)
     return Portrait(claims, aliases, {}), work
 
 
@@ -130,18 +142,25 @@ def _add_objects(work: Work, foreign: ForeignCheckpoint) -> None:
         objects[f"{unit}.{VALUES}"] = {name: dict(values) for name, values in optimizer.values.items()}
     for number, scheduler in enumerate(foreign.schedulers):
         objects[f"{SCHEDULER}.{number}"] = dict(scheduler)
+    for number, registered in enumerate(foreign.objects or ()):
+        objects[f"{OBJECT}.{number}"] = registered
+    objects.update(foreign.components)
     objects[ACCUMULATION] = {
         "steps": 1, "open": False, "position": 0, "size": 1, "backwards": 0, "total_backwards": foreign.backwards,
     }  # fmt: skip
     for unit, value in objects.items():
         work.add_object(unit, "all", encode(value, f"the state of {unit}"))
+    for rank, streams in enumerate(foreign.random):
+        work.add_rank_object(RANDOM, rank, encode(dict(streams), f"the random streams of rank {rank}"))
 
 
-def _record(foreign: ForeignCheckpoint) -> dict[str, Any]:
+def record_of(foreign: ForeignCheckpoint) -> dict[str, Any]:
+    """The record in the manifest."""
+    positions = {"positions": list(foreign.positions)} if any(foreign.positions) else {}
     return {
         "accel-core": version("accel-core"), "torch": torch.__version__, "components": [], "options": [],
-        "world": {"size": 1, "source": "import", "device": "cpu"}, "backwards": foreign.backwards, "positions": [],
+        "world": {"size": len(foreign.random) or 1, "source": "import", "device": "cpu"}, "backwards": foreign.backwards, "positions": [],
         "window": {"open": False, "position": 0, "steps": 1}, "iteration": None, "tracking": [],
         "models": foreign.models, "left_to_hooks": [],
-        IMPORTED: {"origin": foreign.origin, "facts": dict(foreign.facts), "absent": foreign.absent},
+        IMPORTED: {"origin": foreign.origin, "facts": dict(foreign.facts), "absent": foreign.absent, **positions},
     }  # fmt: skip

@@ -3,15 +3,7 @@
 from accel_core.base.masking import HIDDEN, masked, masked_words, without_secrets
 from accel_core.base.vocabulary import KNOWN_PROVIDERS
 from accel_core.options.component_options import SECTIONS, read_section
-from accel_core.options.conversion import (
-    Field,
-    choices,
-    expected,
-    fields_of,
-    from_data,
-    members,
-    to_data,
-)
+from accel_core.options.conversion import Field, choices, expected, fields_of, from_data, members, to_data
 from accel_core.options.option_sources import (
     CHANNEL,
     DEFAULT_LOADER,

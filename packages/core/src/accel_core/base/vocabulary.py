@@ -29,6 +29,12 @@ class LoggerType(Word):
 
 
 _STRATEGIES = {"deepspeed": "accel-deepspeed", "dispatch": "accel-big-model", "fsdp": "accel-fsdp", "megatron_lm": None}
+_COMMANDS = {
+    "checkpoint": "checkpoint",
+    "check-script": "compat",
+    "deepspeed": "deepspeed",
+    "estimate-memory": "big-model",
+}
 _PRECISIONS = ("bf16", "bf16-true", "fp16", "fp16-true", "fp8", "mxfp8")
 KNOWN_PROVIDERS: Mapping[str, Mapping[str, str | None]] = MappingProxyType(
     {
@@ -37,15 +43,12 @@ KNOWN_PROVIDERS: Mapping[str, Mapping[str, str | None]] = MappingProxyType(
         "accel.loaders": {"sharded": "accel-data"},
         "accel.trackers": {str(kind): "accel-trackers" for kind in LoggerType if kind is not LoggerType.ALL},
         "accel.checkpoints": {"neutral": "accel-checkpoint"},
-        "accel.importers": {"deepspeed": "accel-deepspeed"},
+        "accel.importers": {"accelerate": "accel-compat", "deepspeed": "accel-deepspeed"},
+        "accel.configurations": {"accelerate": "accel-compat"},
         "accel.recorders": {"background": "accel-trackers"},
         "accel.placements": {"device_map": "accel-big-model"},
         "accel.diagnostics": {"nonfinite": "accel-diagnostics"},
-        "accel.commands": {
-            "checkpoint": "accel-checkpoint",
-            "deepspeed": "accel-deepspeed",
-            "estimate-memory": "accel-big-model",
-        },
+        "accel.commands": {name: f"accel-{package}" for name, package in _COMMANDS.items()},
     }
 )
 """Entry-point group → name → the distribution to install for it; None: scripts use the name, and none offers it yet."""

@@ -65,9 +65,8 @@ def broadcast(tensor: T, from_process: int = 0) -> T:
     """Gives every rank the tensors of one rank. Collective.
 
     Takes a tree of one structure, and of the same shapes and dtypes, on all ranks; elsewhere than
-    on the source, tensors on the meta device will do. Returns new tensors, detached, each on the
-    device of the one given here (meta: the world's); in a world of one `tensor` itself.
-    `ValueError` on every rank if there is no such process.
+    on the source, meta tensors will do. Returns new tensors, detached, each on the device of the
+    one given here (meta: the world's). `ValueError` on every rank for no such process.
     """
     return broadcast_over(tensor, World.current(), from_process)
 
@@ -84,10 +83,9 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
 def pad_across_processes(tensor: T, dim: int = 0, pad_index: complex = 0, pad_first: bool = False) -> T:
     """Pads each tensor along one dimension to the largest size that it has on any rank. Collective.
 
-    Takes a tree of one structure, with equal numbers of dimensions, of any sizes; a tensor without
-    `dim` stays as it is. `pad_index` goes behind the values or, with `pad_first`, before them.
-    Returns the same structure and dtypes, new tensors where sizes change; gradients flow through.
-    `ValueError` on every rank if a dtype cannot hold `pad_index`.
+    Takes a tree of one structure, with equal numbers of dimensions; a tensor without `dim` stays as
+    it is. `pad_index` goes behind the values or, with `pad_first`, before them. Gradients flow
+    through. `ValueError` on every rank if a dtype cannot hold `pad_index`.
     """
     return padding.pad_across_processes(tensor, World.current(), dim, pad_index, pad_first)
 

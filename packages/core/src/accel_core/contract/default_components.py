@@ -36,12 +36,9 @@ class CheckpointComponent(Protocol):
     """Made without arguments, once for each Accelerator that needs it.
 
     The first three methods are the hooks of these names. The next four serve strategies that
-    replicate parameters: the entries of a model, and the state of an optimizer, of which every rank
-    has all; the reasons, one line each, why such an optimizer cannot be given what was saved; and
-    giving it. The others are `get_state_dict` (of what `present` gives on each rank, all of what
-    begins with `prefix`) and `save_model` (of a model that is whole, or of what a function presents
-    on each rank), which are collectives, and, without one, `save`, reading all weights into a
-    model, and writing those of a checkpoint, or of other files, as plain safetensors.
+    replicate parameters: entries of a model, state of an optimizer, the reasons why one cannot be
+    given what was saved, and giving it. The others are `get_state_dict` and `save_model`, which are
+    collectives, `save`, and reading and writing of weights as plain files.
     """
 
     def save_checkpoint(self, run: Run, folder: _Path | None, asynchronous: Asynchronous) -> str: ...
@@ -89,9 +86,8 @@ class Recorder(Protocol):
     """Records the run of one process, for the Accelerator's methods; `only` names one tracker.
 
     `on_every_rank`: whether ranks record something of their own. `in_hand`: `trackers`.
-    `caught_up` gives the tracker itself, when it has recorded what was logged so far, or what takes
-    every call where it does not record. `state` is the recorded run as JSON, for a checkpoint, and
-    `resume` goes on with it. `details` gives the status of each tracker by name, for `explain()`.
+    `caught_up` gives the tracker itself, when all is recorded, or a null object. `state` is the run
+    as JSON, with which `resume` goes on. `details` gives the status of each tracker by name.
     """
 
     @property

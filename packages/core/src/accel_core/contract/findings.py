@@ -19,8 +19,7 @@ class Finding:
 
     Args:
         kind: where it is; "not reproduced": repeating the micro-batches gave no such value.
-        module: its path in the user's model ("" is the model itself): for an input, of the first
-            module whose output is not finite. None where no module is to blame.
+        module: its path in the user's model; None where no module is to blame.
         name: which input, parameter, output or gradient.
         step, micro_batch: how many steps were taken in this process; which one of the window.
         nan, inf, values: how many of the values are NaN, how many infinite, and how many there are.

@@ -61,8 +61,7 @@ class Passage:
         """Reports the batch about to be yielded. Hot: one `Rows` for full batches. None: unknown.
 
         Args:
-            remaining: how many batches this iterator will still yield on this rank; without a
-                length, as many as it looked ahead, up to `Feed.lookahead`.
+            remaining: batches to come on this rank; without a length, those it looked ahead to.
             rows: of the batch on this rank.
             drawn: the index batch as the sampler gave it, or `accel_core.api.loader.Positions`.
         """
@@ -97,6 +96,10 @@ class Feed:
         passage = Passage(self, by)
         self._keep([*self._live, weakref.ref(passage)])
         return passage
+
+    def passage_of(self, by: object) -> Passage | None:
+        """The newest live passage of the loader with this `_accel_outlet`."""
+        return next((found for ref in reversed(self._live) if (found := ref()) is not None and found.by is by), None)
 
     def forget_after(self, passage: Passage) -> None:
         """Drops what was entered after `passage`, which has advanced; adds it if forgotten."""

@@ -41,8 +41,7 @@ class Layout:
         shard: the part of the data that this process reads.
         data_group: the ranks over which a global batch is spread, in shard order. None: all.
         mesh: the device mesh of the strategy, if it has one.
-        gradient_group: the ranks over which a gradient is the mean, if more than `data_group`, such
-            as peers that compute parts of one long sequence. None: `data_group`.
+        gradient_group: the ranks over which a gradient is the mean. None: `data_group`.
     """
 
     shard: Shard

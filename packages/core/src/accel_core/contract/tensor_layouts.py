@@ -152,8 +152,7 @@ class Elementwise:
         shape, dtype: of the whole tensor.
         pieces: what is here. Over the ranks the boxes cover the tensor; a box may be on several
             ranks, boxes that are not equal do not overlap.
-        versioned: whether changes of `data` in place raise its `_version`, as those inside a
-            wrapper often do not; others are never copied lazily.
+        versioned: whether changes in place raise `_version`; others are never copied lazily.
     """
 
     shape: tuple[int, ...]
@@ -277,8 +276,8 @@ class OptimizerState:
 
     Args:
         kind: the class of the optimizer: "module:QualName".
-        groups: its `param_groups`, the same on all ranks, with "names" of all parameters instead of
-            "params". Of an optimizer that is captured whole, the names alone.
+        groups: its `param_groups`, the same on all ranks, with "names" instead of "params"; of an
+            optimizer that is captured whole, these alone.
         values: by the name of a parameter, the values of its state that hold no tensors.
         entries: "<parameter>/<key>" for tensors; "<parameter>" alone where its whole state is
             opaque: a dict of "state" by key, and "laid_out", the keys of those laid out like it.

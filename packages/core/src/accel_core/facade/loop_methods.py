@@ -51,8 +51,15 @@ class LoopMethods(AcceleratorParts):
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether no window of accumulation is open: `optimizer.step()` would step now."""
+        """Whether no window of accumulation is open: `optimizer.step()` would step now.
+
+        A loop that counts its micro-batches itself, without `accumulate`, assigns it before each.
+        """
         return not self._accumulation.open
+
+    @sync_gradients.setter
+    def sync_gradients(self, steps: bool) -> None:
+        self._accumulation.hold(not steps)
 
     @property
     def optimizer_step_was_skipped(self) -> bool:

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accel_core.base.class_override import overridden_class
 from accel_core.base.nested import to_device
-from accel_core.contract.loader_progress import Feed, Passage
+from accel_core.contract.loader_progress import Feed, Passage, RunningLoader
 from accel_core.loading.fast_fetch import fetches_plainly, plain_batches
 from accel_core.loading.index_source import (
     IndexRead,
@@ -111,6 +111,11 @@ class IndexBatches:
     def __len__(self) -> int:
         return len(self.source)
 
+    @property
+    def batch_sampler(self) -> Any:
+        """The user's sampler that stands behind this one."""
+        return self.original
+
     def __getattr__(self, name: str) -> Any:
         if name == "original" or name.startswith("__"):  # a copy that is being made has no attributes yet
             raise AttributeError(name)
@@ -160,6 +165,12 @@ class PreparedLoader(_Base):
 
     _accel_outlet: Outlet
     _accel_indices: IndexBatches
+
+    @property
+    def running(self) -> RunningLoader | None:
+        """The present iteration of this loader, and its batch; None outside of loops over it."""
+        passage = self._accel_outlet.feed.passage_of(self._accel_outlet)
+        return None if passage is None else RunningLoader(self, passage.remaining, passage.rows)
 
     def __iter__(self) -> Any:
         indices, outlet = self._accel_indices, self._accel_outlet

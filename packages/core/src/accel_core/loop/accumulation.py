@@ -153,6 +153,12 @@ class Accumulation:
     def _has_windows(self) -> bool:
         return self.steps > 1 or self.by_caller
 
+    def hold(self, back: bool) -> None:
+        """Holds optimizers back, or lets them step, until the caller says otherwise."""
+        if back and not self.open:
+            self._begin_window(None)
+        self.by_caller, self.open = True, back
+
     def refuse_in_window(self, option: str, value: object) -> None:
         """Raises `RuntimeError`, if a window is open, for what may be assigned between two only."""
         if self.open or self.inside:

@@ -28,7 +28,7 @@ def resolve_compilation(
         chosen = _known_backend(option.value, f"dynamo_backend={option.value!r} ({option.source})")
         plugin = None if chosen is None else TorchDynamoPlugin(backend=chosen, **outside())
     elif isinstance(plugin, TorchDynamoPlugin):
-        refuse_beside("dynamo_plugin", plugin, "dynamo_backend", backend, VARIABLE)
+        refuse_beside("dynamo_plugin", plugin, "dynamo_backend", backend, VARIABLE, plugin.backend)
         option = Option(plugin.backend, "argument")
         chosen = _known_backend(plugin.backend, f"TorchDynamoPlugin(backend={plugin.backend!r})")
     else:

@@ -67,13 +67,11 @@ def find_executable_batch_size(
 ) -> Callable[..., Any]:
     """A decorator that calls a function with smaller batch sizes until its memory suffices.
 
-    `function(batch_size, ...)` is called as `function(...)`, from its beginning for each size; any
-    other error passes. Later calls start with the size that was found. In a larger world each call
-    is a collective, and all ranks use one size. `reduce_batch_size_fn` takes the size that did not
-    fit, or nothing, and returns a smaller int, 0 to end the search; None: nine tenths. `patience`:
-    for how many seconds a rank without room waits for the others to end the attempt. `ValueError`
-    for a first size below 1 or a next one not smaller, `RuntimeError` if no size fits or the ranks
-    cannot go on together.
+    `function(batch_size, ...)` is called as `function(...)`, anew for each size; later calls start
+    with the size that was found. In a larger world each call is a collective, and ranks use one
+    size. `reduce_batch_size_fn` takes the size that did not fit, or nothing, and returns a smaller
+    one, 0 to end the search; None: nine tenths. `patience`: for how many seconds a rank without
+    room waits for the others. `RuntimeError` if no size fits.
     """
     if function is None:
         return lambda it: find_executable_batch_size(it, starting_batch_size, reduce_batch_size_fn, patience=patience)

@@ -48,9 +48,8 @@ class PrepareRequest:
     """The settings that `prepare_model` is to apply to a model.
 
     `device` is where the model goes (None: it stays), `device_type` the kind on which it will run.
-    With `evaluation` precision and compilation apply, and no gradients are synchronised.
-    `compile_options` are arguments of `torch.nn.Module.compile`, None to leave compilation out;
-    `autocast` are options of the context in which calls compute, where the policy has a `compute`.
+    With `evaluation` no gradients are synchronised. `compile_options` are arguments of
+    `torch.nn.Module.compile`, None: it is not compiled; `autocast` options where calls compute.
     """
 
     policy: PrecisionPolicy

@@ -24,11 +24,9 @@ if TYPE_CHECKING:
 class ProfileKwargs(KwargsHandler):
     """Options of `Accelerator.profile`; all but `output_trace_dir` are `torch.profiler.profile`'s.
 
-    `activities`: members of `torch.profiler.ProfilerActivity` or their names, such as "cpu"; None:
-    the CPU, and the accelerator if there is one. `schedule_option`: arguments of
-    `torch.profiler.schedule`, in steps, which end where the block calls `step()` of the profiler;
-    None: everything is recorded. `on_trace_ready` is called with the profiler behind each recorded
-    cycle, `output_trace_dir` gets a Chrome trace of each.
+    `activities`: names such as "cpu" too; None: the CPU, and the accelerator if there is one.
+    `schedule_option`: arguments of `torch.profiler.schedule`; None: everything is recorded.
+    `on_trace_ready` is called behind each cycle, `output_trace_dir` gets a Chrome trace of each.
     """
 
     on_request: ClassVar[bool] = True

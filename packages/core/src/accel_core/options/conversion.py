@@ -38,10 +38,8 @@ def from_data(kind: Any, data: Any) -> Any:
 
     In text, a list has commas, or is JSON; a dict is JSON, or `key=value,key=value`. Where a type
     admits several readings, a number is a number before it is a truth value, and a text is what
-    nothing else fits. Where it admits anything, text is read as JSON if it is JSON.
-
-    Raises:
-        ValueError: if they stand for none; the message is `expected(kind)`.
+    nothing else fits. Where it admits anything, text is read as JSON if it is JSON. `ValueError`
+    if they stand for none; the message is `expected(kind)`.
     """
     return _parsed(data) if kind is Any and isinstance(data, str) else _convert(kind, data)
 

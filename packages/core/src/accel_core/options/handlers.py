@@ -76,10 +76,8 @@ class GradientAccumulationPlugin(KwargsHandler):
         adjust_scheduler: True: an LR scheduler advances by the micro-batches of the window at each
             optimizer step. Otherwise one `scheduler.step()` is one step.
         sync_with_dataloader: whether a window also closes at the end of a prepared loader.
-        sync_each_batch: whether gradients are synchronised at each micro-batch: less memory under
-            some strategies, more communication, the same result.
-        mean_over: what the gradient is averaged over: "window", the micro-batches that are in it,
-            or "steps", `num_steps` in a shorter window too, as other libraries do.
+        sync_each_batch: whether gradients travel at each micro-batch: less memory, more traffic.
+        mean_over: "window", its micro-batches, or "steps": `num_steps` in a shorter window too.
     """
 
     num_steps: int = 1
@@ -105,8 +103,7 @@ class TrackingKwargs(KwargsHandler):
         start_timeout: seconds that a tracker may take to start; the first record waits for it.
         stall_timeout: seconds that it may take for one record. Nobody waits for that.
         finish_timeout: seconds that `end_training`, or the end of the program, waits for records.
-        most_pending: how many records may wait for one tracker. Every 10,000 values of arrays or
-            characters of texts, and every 100 cells of a table count as one more.
+        most_pending: how many records may wait for one tracker; a large one counts as several.
     """
 
     strict: bool = False
@@ -125,19 +122,16 @@ class TrackingKwargs(KwargsHandler):
 class TorchDynamoPlugin(KwargsHandler):
     """Options of `torch.compile`: `Accelerator(dynamo_plugin=TorchDynamoPlugin(...))`.
 
-    The object is complete: what was said outside of the code is refused beside it. All but the last
-    field are handed to `torch.compile`, which refuses `mode` beside `options`.
+    All but the last field are handed to `torch.compile`, which refuses `mode` beside `options`.
 
     Args:
-        backend: a name that `torch.compile` knows in either case, a member of `DynamoBackend`, or a
-            function of a graph module and example inputs. "no": nothing is compiled.
-        mode: a preset of "inductor", such as "reduce-overhead" or "max-autotune".
+        backend: a name in either case, or a function as `torch.compile` takes. "no": nothing is.
+        mode: a preset of "inductor", such as "max-autotune".
         fullgraph: whether a model that is not one graph is an error.
         dynamic: True traces with sizes that may change; False compiles for each, None at first.
         options: options of the backend, by name.
         disable: True leaves everything uncompiled, to compare with.
-        use_regional_compilation: whether the repeated blocks of a model are compiled instead of the
-            model: equal ones share one compilation, so that the first step comes soon.
+        use_regional_compilation: whether repeated blocks are compiled, equal ones once, for it.
     """
 
     backend: str | Callable[..., Any] = "inductor"
@@ -159,8 +153,7 @@ class ProjectConfiguration:
     Args:
         project_dir: the folder of the project; None: what `Accelerator(project_dir=...)` says.
         logging_dir: where trackers that write files put them; None: `project_dir`.
-        automatic_checkpoint_naming: whether checkpoints are written to
-            `project_dir/checkpoints/checkpoint_<iteration>`.
+        automatic_checkpoint_naming: they are in `project_dir/checkpoints/checkpoint_<iteration>`.
         total_limit: how many of those are kept, at least 1; None: all. Takes automatic names.
         iteration: the number of the next checkpoint, from 0.
         save_on_each_node: whether files are written on every machine, instead of once.

@@ -92,10 +92,10 @@ def as_rng_types(asked: str, value: object) -> tuple[str, ...]:
     return tuple(RNGType(kind).value for kind in value)  # type: ignore[attr-defined]
 
 
-def refuse_beside(argument: str, built: object, option: str, value: object, variable: str) -> None:
-    """Raises `ValueError` if an option is given, in code or not, beside an object with it."""
+def refuse_beside(argument: str, built: object, option: str, value: object, variable: str, same: object = None) -> None:
+    """Raises `ValueError` for an option beside an object with it; outside of code it may be the `same`."""
     outside = given_outside(variable)
-    if value is not None or outside is not None:
+    if value is not None or (outside is not None and outside.text != str(same)):
         other = f"{option}={value!r}" if value is not None or outside is None else f"{outside.source}={outside.text!r}"
         what = f"{other} and {argument}={built} were both given. An object that is built in code is complete:"
         raise ValueError(f"{what} give it the option, and leave the other out.")

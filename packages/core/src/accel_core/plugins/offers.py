@@ -21,16 +21,16 @@ from accel_core.base.suggestions import nearest
 from accel_core.base.vocabulary import KNOWN_PROVIDERS
 
 Group = Literal[
-    "accel.strategies", "accel.precisions", "accel.loaders", "accel.trackers", "accel.checkpoints",
-    "accel.importers", "accel.diagnostics", "accel.recorders", "accel.placements", "accel.commands",
+    "accel.strategies", "accel.precisions", "accel.loaders", "accel.trackers", "accel.checkpoints", "accel.importers",
+    "accel.configurations", "accel.diagnostics", "accel.recorders", "accel.placements", "accel.commands",
 ]  # fmt: skip
 """The groups of entry points in which distributions offer names."""
 
 CORE = "accel-core"
 NOUNS: dict[Group, str] = {
     "accel.strategies": "strategy", "accel.precisions": "precision", "accel.loaders": "loader", "accel.trackers": "tracker",
-    "accel.checkpoints": "checkpoint format", "accel.importers": "importer", "accel.diagnostics": "diagnostic",
-    "accel.recorders": "recorder", "accel.placements": "placement", "accel.commands": "command",
+    "accel.checkpoints": "checkpoint format", "accel.importers": "importer", "accel.configurations": "importer of configuration",
+    "accel.diagnostics": "diagnostic", "accel.recorders": "recorder", "accel.placements": "placement", "accel.commands": "command",
 }  # fmt: skip
 """The groups in which offers are looked for, and what one member of each is called."""
 

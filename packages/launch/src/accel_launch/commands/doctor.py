@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from accel_core.api.launcher import find
 from accel_launch.commands.examination import examine
 from accel_launch.commands.launch import CONFIG_FILE, HELP
 from accel_launch.errors import SettingsError
@@ -26,14 +28,18 @@ SWITCHES: Mapping[str, Switch] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Find out why processes do not meet or talk: pairs of ranks, versions, variables, advice.
+    """Find out why processes do not meet or talk; of a script, what is different than in Accelerate.
 
     Takes the options of `accel launch`, on every machine of a run as that does, and needs no
     script. Under Slurm, MPI or torchrun it examines the processes that are there. The exit status
-    is 1 if there is a problem.
+    is 1 if there is a problem. `accel doctor script.py` is `accel check-script script.py`: the
+    script is read, and not run.
     """
+    given = list(sys.argv[2:] if arguments is None else arguments)
+    if any(word.endswith(".py") and not word.startswith("-") for word in given):
+        return int(find("accel.commands", "check-script").load()(given) or 0)
     job = "accel_launch.checking.doctor_job"
-    status, is_well = examine("doctor", main.__doc__ or "", SWITCHES, arguments, job, _words)
+    status, is_well = examine("doctor", main.__doc__ or "", SWITCHES, given, job, _words)
     if is_well is None:
         warn(f"{mark(BAD)} The examination broke off. What stands above says where.", BAD)
     return status or int(not is_well)

@@ -6,6 +6,7 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from accel_core.api.launcher import CHANNEL, masked_words
 from accel_launch.errors import SettingsError
@@ -26,10 +27,11 @@ SWITCHES: Mapping[str, Switch] = {
     "config_file": CONFIG_FILE,
     "help": HELP,
 }
+_NONE: Mapping[str, str] = MappingProxyType({})
 _USAGE = "accel launch [options] script.py [arguments of the script]"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, variables: Mapping[str, str] = _NONE, *, stays: bool = False) -> int:
     """Start a script in as many processes as asked for, on this machine or on several.
 
     Options come from the command line, from variables, and from a configuration file, in this
@@ -47,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command_line.switch("dry_run"):
         return _show(resolved, _program(command_line) if command_line.rest else None)
     program = _program(command_line)
-    return run(resolved, program)
+    return run(resolved, program, variables, stays=stays)
 
 
 def resolve_line(command_line: CommandLine, catalog: Catalog) -> Resolved:
@@ -59,11 +61,14 @@ def resolve_line(command_line: CommandLine, catalog: Catalog) -> Resolved:
     return resolved
 
 
-def run(resolved: Resolved, program: Program) -> int:
-    """Starts a resolved program, returns its exit status; `LaunchError` if it cannot start here."""
+def run(resolved: Resolved, program: Program, variables: Mapping[str, str] = _NONE, *, stays: bool = False) -> int:
+    """Starts a resolved program, returns its exit status; `LaunchError` if it cannot start here.
+
+    `variables` are added to the environment of its processes. `stays`: as in `start`.
+    """
     program.check(os.environ)
     plan = make_plan(resolved.launch, bool(resolved.get("cpu").value), os.environ)
-    return start(plan, program, {**os.environ, CHANNEL: resolved.channel})
+    return start(plan, program, {**os.environ, **variables, CHANNEL: resolved.channel}, stays=stays)
 
 
 def _program(command_line: CommandLine) -> Program:

@@ -1,5 +1,5 @@
-"""Configuration files of Hugging Face Accelerate: their places, and their content as options here.
+"""Configuration files of Hugging Face Accelerate: where they lie, and what becomes of them.
 
-`translation` makes one of ours of their content, key by key, by the rules of `table` (the top
-level) and `blocks` (the rest).
+They are recognised here, and translated by an importer of the entry-point group
+`accel.configurations`, which another package offers.
 """

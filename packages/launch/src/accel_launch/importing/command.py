@@ -10,8 +10,8 @@ from typing import Any
 
 from accel_core import PluginError
 from accel_core.api.launcher import masked
+from accel_launch.importing.foreign import Imported, translate
 from accel_launch.importing.places import is_of_peer, peer_paths
-from accel_launch.importing.translation import Imported, translate
 from accel_launch.output import DOUBTFUL, say, table
 from accel_launch.settings.catalog import ROLES, Catalog, chosen_names
 from accel_launch.settings.files import own_path, read, write

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from accel_core import NotInstalledError
 from accel_core.api.launcher import masked, variable_of
 from accel_launch.errors import SettingsError
 from accel_launch.importing.places import is_of_peer, peer_paths
@@ -60,12 +61,16 @@ def load(option: str | None, environ: Mapping[str, str]) -> ConfigFile | None:
     """Reads the file that holds; None if none was asked for and the user has none.
 
     If the user has no file of ours but one of Accelerate's, that one is translated, and so is a
-    requested file of that kind. `ConfigFile.notes` says so. Raises `SettingsError` if a file
+    requested file of that kind. `ConfigFile.notes` says so. What translates may not be installed:
+    then the former is left out, and the latter is an error. Raises `SettingsError` if a file
     that was asked for does not exist, or if one cannot be read.
     """
     path = chosen_path(option, environ)
     if path.exists():
-        return _read_either(path)
+        try:
+            return _read_either(path)
+        except NotInstalledError as error:
+            raise SettingsError(f"{path} is in Accelerate's format. {error}") from error
     if path != own_path():
         asked = "" if option else f" ({_FILE_VARIABLE})"
         raise SettingsError(
@@ -73,7 +78,11 @@ def load(option: str | None, environ: Mapping[str, str]) -> ConfigFile | None:
             f"--config-file {path}` to write one, or leave it out."
         )
     other = next((each for each in peer_paths(environ) if each.is_file()), None)
-    return None if other is None else _read_either(other)
+    try:
+        return None if other is None else _read_either(other)
+    except NotInstalledError as error:
+        what = f"{other} is in Accelerate's format, and was not read: {str(error).splitlines()[-1]}, or"
+        return ConfigFile(own_path(), {}, notes=(f"{what} `accel config` to write a file of ours.",))
 
 
 def read(path: Path) -> ConfigFile:
@@ -138,7 +147,7 @@ def _read_either(path: Path) -> ConfigFile:
     file = read(path)
     if not is_of_peer(file.data):
         return file
-    from accel_launch.importing.translation import translate
+    from accel_launch.importing.foreign import translate
 
     imported = translate(file.data)
     left = [f"  {key}: {masked(key, value)!r} was left out: {reason}" for key, value, reason in imported.left]

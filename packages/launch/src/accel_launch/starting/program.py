@@ -47,18 +47,18 @@ class Program(NamedTuple):
             raise LaunchError(f"{self.target!r} was to be started as a program, and {why}; or leave --no-python out.")
 
 
-def start(plan: Plan, program: Program, environment: Mapping[str, str]) -> int:
+def start(plan: Plan, program: Program, environment: Mapping[str, str], *, stays: bool = False) -> int:
     """Starts what a plan says, stays until it has ended, and returns the exit status.
 
     If one process is started and nothing is to be looked after, this process becomes the program:
-    the function does not return. The status is that of the rank that failed first, or 128 and the
+    the function does not return, unless it `stays`. The status is that of the rank that failed first, or 128 and the
     number of the signal that killed it; 128 and that of the signal sent to this process; else 0.
     Raises `LaunchError` if there is no such program or rendezvous.
     """
     program.check(environment)
     whole = {**environment, **plan.variables}
     if plan.way != "agent":
-        return _become(program, whole)
+        return _become(program, whole, stays)
     with Signals() as signals:
         try:
             with signals.held():  # an import that is broken off ends in any error
@@ -70,9 +70,9 @@ def start(plan: Plan, program: Program, environment: Mapping[str, str]) -> int:
             return 128 + signals.received
 
 
-def _become(program: Program, environment: Mapping[str, str]) -> int:
+def _become(program: Program, environment: Mapping[str, str], stays: bool) -> int:
     argv = program.argv()
-    if sys.platform == "win32":
+    if stays or sys.platform == "win32":
         return subprocess.run(argv, env=environment, check=False).returncode
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,0 +1,214 @@
+"""Weights and optimizer states in files of torch, as trainers write them beside their own.
+
+`accelerator.save_state` is what loads under any strategy; these are for who calls them by name. All are collectives, but for
+`merge_fsdp_weights`, and load only what executes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_checkpoint import write_weights
+from accel_compat.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
+from accel_compat.plugins.fsdp import RAM_EFFICIENT, FullyShardedDataParallelPlugin
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+    from torch.optim import Optimizer
+
+    Location = str | os.PathLike[str]
+
+
+def _states() -> Any:
+    return import_module("torch.distributed.checkpoint.state_dict")  # takes long to import
+
+
+def _checkpoint() -> Any:
+    return import_module("torch.distributed.checkpoint")
+
+
+def save_fsdp_model(
+    fsdp_plugin: FullyShardedDataParallelPlugin,
+    accelerator: Any,
+    model: nn.Module,
+    output_dir: Location,
+    model_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> None:
+    """Writes the weights: one file, or a folder in which each rank writes its parts.
+
+    Args:
+        fsdp_plugin: its `state_dict_type` says which of both; `output_dir` is made.
+        accelerator: knows the ranks.
+        model: prepared.
+        output_dir: where `pytorch_model_fsdp.bin`, or the folder `pytorch_model_fsdp_0`, goes.
+        model_index: the number of the model, in the name.
+        adapter_only: whether weights that are not trained are left out.
+        use_dcp: False: each rank writes a file of its own, which the same number of ranks loads.
+    """
+    options = replace(_options(fsdp_plugin), ignore_frozen_params=adapter_only)
+    state = _states().get_model_state_dict(model, options=options)
+    _write(accelerator, "model", state, _place(fsdp_plugin, output_dir, FSDP_MODEL_NAME, model_index), use_dcp=use_dcp)
+
+
+def load_fsdp_model(
+    fsdp_plugin: FullyShardedDataParallelPlugin,
+    accelerator: Any,
+    model: nn.Module,
+    input_dir: Location,
+    model_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> Any:
+    """Reads what `save_fsdp_model` wrote, with the same arguments, into a prepared model.
+
+    Returns the missing and unexpected names, of which there are none unless `adapter_only`.
+    """
+    options = replace(_options(fsdp_plugin), ignore_frozen_params=adapter_only, strict=not adapter_only)
+    place = _place(fsdp_plugin, input_dir, FSDP_MODEL_NAME, model_index)
+    whole = options.full_state_dict
+    state = {} if whole else _states().get_model_state_dict(model, options=options)
+    state = _read(accelerator, "model", state, place, use_dcp=use_dcp)
+    result = _states().set_model_state_dict(model, state, options=options)
+    if result.unexpected_keys:
+        raise ValueError(f"{place} has weights that the model has not: {', '.join(result.unexpected_keys[:8])}.")
+    accelerator.wait_for_everyone()
+    return result
+
+
+def save_fsdp_optimizer(
+    fsdp_plugin: FullyShardedDataParallelPlugin,
+    accelerator: Any,
+    optimizer: Optimizer,
+    model: nn.Module,
+    output_dir: Location,
+    optimizer_index: int = 0,
+    use_dcp: bool = True,
+) -> None:
+    """Writes the state of the optimizer of a model, by names of parameters, as `save_fsdp_model` does."""
+    state = _states().get_optimizer_state_dict(model, _own(optimizer), options=_options(fsdp_plugin))
+    place = _place(fsdp_plugin, output_dir, OPTIMIZER_NAME, optimizer_index)
+    _write(accelerator, "optimizer", state, place, use_dcp=use_dcp)
+
+
+def load_fsdp_optimizer(
+    fsdp_plugin: FullyShardedDataParallelPlugin,
+    accelerator: Any,
+    optimizer: Optimizer,
+    model: nn.Module,
+    input_dir: Location,
+    optimizer_index: int = 0,
+    adapter_only: bool = False,  # noqa: ARG001  # its state names the parameters that it has
+    use_dcp: bool = True,
+) -> None:
+    """Reads what `save_fsdp_optimizer` wrote, with the same arguments."""
+    options, place = _options(fsdp_plugin), _place(fsdp_plugin, input_dir, OPTIMIZER_NAME, optimizer_index)
+    own = _own(optimizer)
+    state: dict[str, Any] = (
+        {} if options.full_state_dict else dict(_states().get_optimizer_state_dict(model, own, options=options))
+    )
+    state = _read(accelerator, "optimizer", state, place, use_dcp=use_dcp)
+    _states().set_optimizer_state_dict(model, own, state, options=options)
+    accelerator.wait_for_everyone()
+
+
+def merge_fsdp_weights(
+    checkpoint_dir: Location,
+    output_path: Location,
+    safe_serialization: bool = True,
+    remove_checkpoint_dir: bool = False,
+) -> None:
+    """Writes the weights of a folder that ranks wrote together as `model.safetensors`, or `pytorch_model.bin`.
+
+    Call it in one process; it takes as much memory as the weights do. `ValueError` if
+    `checkpoint_dir` is no such folder.
+    """
+    folder = Path(checkpoint_dir)
+    if not (folder / ".metadata").is_file():
+        listed = sorted(path.name for path in folder.glob(f"{FSDP_MODEL_NAME}_*")) if folder.is_dir() else []
+        advice = f"Give {folder / listed[0]}." if listed else "Give the folder that has a file .metadata."
+        raise ValueError(f"{folder} is not the folder of a model's weights. {advice}")
+    from torch.distributed.checkpoint import format_utils
+
+    with tempfile.TemporaryDirectory(dir=folder.parent) as beside:
+        whole = Path(beside) / "whole.pt"
+        format_utils.dcp_to_torch_save(folder, whole)
+        state = torch.load(whole, weights_only=True, mmap=True)
+        write_weights(state.get("model", state), output_path, safe_serialization=safe_serialization)
+        del state
+    if remove_checkpoint_dir:
+        shutil.rmtree(folder)
+
+
+def enable_fsdp_ram_efficient_loading() -> None:
+    """Tells transformers that only rank 0 reads weights; prepared models begin with those of rank 0."""
+    os.environ.update({"ACCELERATE_USE_FSDP": "True", RAM_EFFICIENT: "True"})
+
+
+def disable_fsdp_ram_efficient_loading() -> None:
+    """Tells transformers that every rank reads weights."""
+    os.environ[RAM_EFFICIENT] = "False"
+
+
+def _options(plugin: FullyShardedDataParallelPlugin) -> StateDictOptions:
+    whole = _is_whole(plugin)
+    made: StateDictOptions = _states().StateDictOptions(
+        full_state_dict=whole, cpu_offload=whole, broadcast_from_rank0=whole
+    )
+    return made
+
+
+def _is_whole(plugin: FullyShardedDataParallelPlugin) -> bool:
+    return bool(plugin.state_dict_type.name == "FULL_STATE_DICT")
+
+
+def _own(optimizer: Any) -> Optimizer:
+    """The optimizer of torch inside of what wraps it."""
+    inner = getattr(optimizer, "optimizer", None)
+    return inner if isinstance(inner, torch.optim.Optimizer) else optimizer
+
+
+def _place(plugin: FullyShardedDataParallelPlugin, folder: Location, name: str, index: int) -> Path:
+    if _is_whole(plugin):
+        return Path(folder) / (f"{name}_{index}.bin" if index else f"{name}.bin")
+    inside = f"{name}_{index}"
+    return Path(folder) if Path(folder).name == inside else Path(folder) / inside
+
+
+def _of_rank(place: Path, accelerator: Any) -> Path:
+    return place.with_name(f"{place.name}_rank{accelerator.process_index}.bin")
+
+
+def _write(accelerator: Any, kind: str, state: dict[str, Any], place: Path, *, use_dcp: bool) -> None:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    if place.suffix == ".bin":
+        if accelerator.process_index == 0:
+            torch.save(state, place)
+    elif use_dcp:
+        _checkpoint().save({kind: state}, checkpoint_id=place)
+    else:
+        torch.save(state, _of_rank(place, accelerator))
+    accelerator.wait_for_everyone()
+
+
+def _read(accelerator: Any, kind: str, state: dict[str, Any], place: Path, *, use_dcp: bool) -> dict[str, Any]:
+    if place.suffix == ".bin":
+        if accelerator.process_index == 0:
+            state = torch.load(place, weights_only=True, map_location="cpu")
+    elif use_dcp:
+        nested = {kind: state}
+        _checkpoint().load(nested, checkpoint_id=place)
+        state = nested[kind]
+    else:
+        state = torch.load(_of_rank(place, accelerator), weights_only=True)
+    return state

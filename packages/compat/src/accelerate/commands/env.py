@@ -1,0 +1,10 @@
+"""`accelerate env`."""
+
+from __future__ import annotations
+
+from accel_compat.commands.others import env_command, env_command_parser
+from accel_compat.missing_names import refuse_from
+
+__all__ = ["env_command", "env_command_parser"]
+
+__getattr__ = refuse_from(__name__)

@@ -1,0 +1,7 @@
+"""Parts of the launcher, which has no such parts here."""
+
+from accel_compat.missing_names import refuse_from
+
+__getattr__ = refuse_from(__name__)
+
+__all__: list[str] = []

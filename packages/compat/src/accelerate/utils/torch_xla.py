@@ -1,0 +1,7 @@
+"""torch_xla, which is not supported."""
+
+from accel_compat.missing_names import refuse_from
+
+__getattr__ = refuse_from(__name__)
+
+__all__: list[str] = []
