@@ -131,13 +131,16 @@ class Accelerator(ParallelRanks, accel_core.Accelerator):
                 project_config=project,
                 log_with=self._registered or None,
             )
+        self._component, self._config = component, config
         self._set_state(cpu, own, dynamo)
+        self._set_attributes(handlers, accumulation)
+
+    def _set_attributes(self, handlers: dict[str, Any], accumulation: GradientAccumulationPlugin) -> None:
         for attribute, handler in handlers.items():
             setattr(self, attribute, handler)
         self.has_fp8_handler = any(handlers[name] is not None for name in handlers if "recipe_handler" in name)
         self.gradient_state = GradientState(accumulation)
         self.gradient_state._serve(self)
-        self._component, self._config, self._rng_types = component, config, rng_types
         self._models: list[nn.Module] = []
         self._optimizers: list[Any] = []
         self._schedulers: list[Any] = []

@@ -7,8 +7,9 @@ from accel_compat.loaders.prepared import (
     DataLoaderStateMixin,
     SkipBatchSampler,
     SkipDataLoader,
+    get_sampler,
 )
-from accel_compat.loaders.preparing import get_sampler, prepare_data_loader, skip_first_batches
+from accel_compat.loaders.preparing import prepare_data_loader, skip_first_batches
 
 __all__ = [
     "DataLoaderDispatcher", "DataLoaderShard", "DataLoaderStateMixin", "Loaders", "SkipBatchSampler", "SkipDataLoader",

@@ -72,8 +72,6 @@ class DataLoaderStateMixin(_Base):  # type: ignore[misc, unused-ignore]  # a loa
 
     def get_sampler(self) -> Any:
         """The sampler that draws the samples."""
-        from accel_compat.loaders.preparing import get_sampler
-
         return get_sampler(self)
 
 
@@ -162,3 +160,11 @@ class SkipBatchSampler(BatchSampler):
 
 CLASSES: tuple[type[DataLoader[Any]], type[DataLoader[Any]]] = (DataLoaderShard, DataLoaderDispatcher)
 """What prepared loaders are."""
+
+
+def get_sampler(dataloader: DataLoader[Any]) -> Any:
+    """The sampler that draws the samples of a loader; None if it has none."""
+    inner = dataloader.batch_sampler
+    while (further := getattr(inner, "batch_sampler", None)) is not None and further is not inner:
+        inner = further
+    return getattr(inner, "sampler", None) if inner is not None else dataloader.sampler

@@ -76,11 +76,3 @@ def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> Dat
     if dataloader.batch_sampler is None:
         return accel_data.skip_first_batches(dataloader, num_batches)
     return reading(dataloader, DataLoader, batch_sampler=SkipBatchSampler(dataloader.batch_sampler, num_batches))
-
-
-def get_sampler(dataloader: DataLoader[Any]) -> Any:
-    """The sampler that draws the samples of a loader; None if it has none."""
-    inner = dataloader.batch_sampler
-    while (further := getattr(inner, "batch_sampler", None)) is not None and further is not inner:
-        inner = further
-    return getattr(inner, "sampler", None) if inner is not None else dataloader.sampler
