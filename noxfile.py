@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +34,10 @@ PACKAGES = {path.parent.name: path.parent for path in sorted(ROOT.glob("packages
 PROJECTS = {name: nox.project.load_toml(folder / "pyproject.toml")["project"] for name, folder in PACKAGES.items()}
 TESTED = [name for name, folder in PACKAGES.items() if (folder / "tests").is_dir()]
 GROUPS = nox.project.load_toml(ROOT / "pyproject.toml")["dependency-groups"]
+TEST = [*GROUPS["test"], *GROUPS["compat"]]
+METADATA = "compat-metadata"
+"""A distribution without code, by which accel-compat is found as `accelerate`."""
+TRAINING = [name for name in PACKAGES if name != METADATA]
 THIRD_PARTIES = [path.parent for path in sorted(ROOT.glob("examples/*/pyproject.toml"))]
 QUICKSTART = "examples/quickstart.py"
 SHARDED = ("--strategy", "fsdp", "--mixed-precision", "bf16")
@@ -54,7 +59,7 @@ SERVICES = (
 )
 SIDE_BY_SIDE = ("--numprocesses", "2", "--dist", "loadfile", "--no-loadscope-reorder")
 """Two processes take one file after the other, in the order that tests/conftest.py gives them: tests of a file share launches."""
-TESTED_WITH = {"core": ("diagnostics",)}
+TESTED_WITH = {"core": ("diagnostics",), "compat": ("deepspeed-plugin",)}
 """Packages that the tests of another one ask for by a default name; accel-testing brings accel-checkpoint."""
 VERIFIED = ROOT / ".ci" / "verified.json"
 VERIFIED_BY_FULL = {
@@ -86,7 +91,7 @@ def tests(session: nox.Session) -> None:
     names, arguments = chosen(session)
     changed = changed_groups()
     with phase("installation"):
-        install(session, PACKAGES, *GROUPS["test"], *GROUPS["lint"], *GROUPS["types"], *EXAMPLES)
+        install(session, PACKAGES, *TEST, *GROUPS["lint"], *GROUPS["types"], *EXAMPLES)
     beside = () if arguments else SIDE_BY_SIDE  # whoever gives pytest arguments wants to see, stop and debug
     with checked(session) if not names else nullcontext(), phase("tests"):
         session.run("pytest", *beside, *selection(changed), *folders(names), *arguments, env=required(["tensorboard"]))
@@ -100,12 +105,12 @@ def tests(session: nox.Session) -> None:
 @nox.session
 def full(session: nox.Session) -> None:
     """Everything: before an issue is called done, and before a release. Takes half an hour on two cores."""
-    install(session, PACKAGES, *GROUPS["test"], *GROUPS["lint"], *GROUPS["types"], *EXAMPLES)
+    install(session, PACKAGES, *TEST, *GROUPS["lint"], *GROUPS["types"], *EXAMPLES)
     with checked(session), phase("tests"):
         session.run("pytest", *SIDE_BY_SIDE, "-m", "not soak", *session.posargs, env=required(["tensorboard"]))
     if not session.posargs:
         record_verified("suites", "benchmarks")
-    for name in ("services", "hello", "quickstart", *(f"matrix(package={name!r})" for name in PACKAGES)):
+    for name in ("services", "hello", "quickstart", *(f"matrix(package={name!r})" for name in TRAINING)):
         session.notify(name, posargs=())
 
 
@@ -134,12 +139,14 @@ def due(session: nox.Session) -> None:
 @nox.parametrize("package", TESTED)
 def tests_package(session: nox.Session, package: str) -> None:
     """The tests of one package from its wheel, with only its own dependencies installed, and what its tests train with."""
-    install(session, [package, "testing", *TESTED_WITH.get(package, ())], *GROUPS["test"])
+    install(
+        session, [package, "testing", *TESTED_WITH.get(package, ())], *(TEST if package == "compat" else GROUPS["test"])
+    )
     session.run("pytest", f"packages/{package}/tests", *session.posargs)
 
 
 @nox.session
-@nox.parametrize("package", list(PACKAGES))
+@nox.parametrize("package", TRAINING)
 def matrix(session: nox.Session, package: str) -> None:
     """What trains with exactly this package and its dependencies installed, in worlds of one and two."""
     install(session, [package])
@@ -181,6 +188,20 @@ def hello(session: nox.Session) -> None:
     install(session, ["core", "testing"], *GROUPS["test"], others=THIRD_PARTIES)
     for folder in THIRD_PARTIES:  # one process each, because a device is there for the whole process that imports it
         session.run("pytest", str(folder / "tests"), *session.posargs)
+
+
+@nox.session
+def peer(session: nox.Session) -> None:
+    """The tests of the distribution whose names accel-compat has, against accel-compat: what fails is listed, with reasons.
+
+    Its sdist is downloaded into a folder that is gone afterwards; nothing of it comes into the repository.
+    """
+    install(session, PACKAGES, *TEST, *GROUPS["peer"])
+    version = PROJECTS[METADATA]["version"].partition("+")[0]
+    with tempfile.TemporaryDirectory() as folder:
+        download = ["--quiet", "--no-deps", "--no-binary", "accelerate", "--dest", folder]
+        session.run("python", "-m", "pip", "download", *download, f"accelerate=={version}")
+        session.run("python", "packages/compat/tests/peer/run_peer_tests.py", folder, *(session.posargs or ("-n", "2")))
 
 
 @nox.session

@@ -54,12 +54,17 @@ def list_safe_globals() -> list[Any]:
 
     import numpy as np
 
-    kinds: list[Any] = [np.ndarray, np.dtype, np.dtypes.UInt32DType, codecs.encode]
+    kinds: list[Any] = [np.ndarray, np.dtype, codecs.encode]
+    kinds += [kind for kind in vars(np.dtypes).values() if isinstance(kind, type)]
     multiarray: Any = import_module("numpy._core.multiarray")
     return [multiarray._reconstruct, *kinds]  # as pickles of NumPy name it
 
 
-def load(f: File, map_location: Any = None, **kwargs: Any) -> Any:
-    """`torch.load` of tensors, plain values and arrays of NumPy; `weights_only=False` executes what the file says."""
+def load(f: File, map_location: Any = None, *, weights_only: bool = True, **kwargs: Any) -> Any:
+    """`torch.load` of tensors, plain values and arrays of NumPy. `weights_only=False` is refused, for it executes what the file says."""
+    if not weights_only:
+        raise ValueError(
+            "load(weights_only=False) executes what the file says. For a file that you trust call torch.load yourself."
+        )
     with torch.serialization.safe_globals(list_safe_globals()):
-        return torch.load(f, map_location=map_location, **{"weights_only": True, **kwargs})
+        return torch.load(f, map_location=map_location, weights_only=True, **kwargs)

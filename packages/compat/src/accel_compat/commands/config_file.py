@@ -62,7 +62,8 @@ class BaseConfig:
             raise ValueError(f"{path} has no distributed_type. Add one, such as `distributed_type: NO`.")
         if content["distributed_type"] is False:
             content["distributed_type"] = "NO"
-        if "num_processes" not in content and content["distributed_type"] == "NO":
+        is_cluster = "num_processes" in cls.__dataclass_fields__
+        if is_cluster and "num_processes" not in content and content["distributed_type"] == "NO":
             content["num_processes"] = 1
         older = truth(str(content.pop("fp16", False)))
         content.setdefault("mixed_precision", "fp16" if older else None)

@@ -18,6 +18,14 @@ else:
     _Base = object
 
 
+def get_sampler(dataloader: DataLoader[Any]) -> Any:
+    """The sampler that draws the samples of a loader; None if it has none."""
+    inner = dataloader.batch_sampler
+    while (further := getattr(inner, "batch_sampler", None)) is not None and further is not inner:
+        inner = further
+    return getattr(inner, "sampler", None) if inner is not None else dataloader.sampler
+
+
 class _OnObjects:
     """An attribute that objects have, and the class has not: the loader itself."""
 
@@ -160,11 +168,3 @@ class SkipBatchSampler(BatchSampler):
 
 CLASSES: tuple[type[DataLoader[Any]], type[DataLoader[Any]]] = (DataLoaderShard, DataLoaderDispatcher)
 """What prepared loaders are."""
-
-
-def get_sampler(dataloader: DataLoader[Any]) -> Any:
-    """The sampler that draws the samples of a loader; None if it has none."""
-    inner = dataloader.batch_sampler
-    while (further := getattr(inner, "batch_sampler", None)) is not None and further is not inner:
-        inner = further
-    return getattr(inner, "sampler", None) if inner is not None else dataloader.sampler
