@@ -49,6 +49,7 @@ def test_the_innermost_loader_is_the_active_one():
     assert state.remainder == -1
 
 
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # by torchdata
 def test_loaders_are_of_torchdatas_class_if_that_is_asked_for():
     stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
     made = DataLoaderShard(list(range(8)), batch_size=2, use_stateful_dataloader=True)

@@ -60,10 +60,11 @@ def test_the_environment_says_how_many_micro_batches_a_window_has(monkeypatch):
 
 def steps_of_a_schedule(split_batches: bool) -> int:
     accelerator = Accelerator(split_batches=split_batches)
-    parameters = [nn.Parameter(torch.ones(1))]
-    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    model = one_weight()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 100)
-    optimizer, scheduler = accelerator.prepare(optimizer, scheduler)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    accelerator.backward(model(torch.ones(1, 1)).sum())
     optimizer.step()
     scheduler.step()
     return int(scheduler.last_epoch)
@@ -123,7 +124,7 @@ def test_autocast_takes_its_options_by_position():
 def test_a_model_is_unwrapped_from_compilation_if_that_is_asked_for():
     accelerator = Accelerator()
     model = one_weight()
-    compiled = torch.compile(nn.DataParallel(model))
+    compiled = torch.compile(nn.DataParallel(model), backend="eager")
     assert accelerator.unwrap_model(compiled, keep_torch_compile=False) is model
     assert accelerator.unwrap_model(compiled)._orig_mod is model
     assert isinstance(compiled._orig_mod, nn.DataParallel)
