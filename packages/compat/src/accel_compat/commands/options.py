@@ -232,7 +232,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             if option.kind is bool:
                 group.add_argument(*flags, action=_Given, nargs=0, const=True, **about)
             else:
-                kind = {} if option.kind is str else {"type": option.kind}
+                kind: dict[str, Any] = {} if option.kind is str else {"type": option.kind}
                 group.add_argument(*flags, action=_Given, choices=option.words or None, **kind, **about)
     tpu = parser.add_argument_group("TPU")
     tpu.add_argument("--tpu_cluster", action="store_true", dest="tpu_use_cluster", help="refused, as --tpu is")
