@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_checkpoint.files.disk import read_all
-from accel_checkpoint.importing.fitting import names_here, state_of_position, units_here
+from accel_checkpoint.importing.fitting import names_here, other_schedule, state_of_position, units_here
 from accel_checkpoint.importing.opened import open_to_load
 from accel_checkpoint.optimizers.known_optimizers import kind_of
 from accel_checkpoint.reading import Job, SavedState
@@ -281,6 +281,8 @@ class _Restoring:
                 continue
             try:
                 self._objects[unit] = self._object(unit)
+                if self._imported and unit.startswith(SCHEDULER):
+                    yield from other_schedule(unit, each, self._objects[unit])
             except CheckpointError as error:
                 yield str(error)
 

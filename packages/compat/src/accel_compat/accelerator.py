@@ -52,6 +52,7 @@ class Accelerator(ParallelRanks, accel_core.Accelerator):
     native_amp: bool = False
     flag_tensor: torch.Tensor | None = None
     has_lomo_optimizer: bool = False
+    fp8_recipe_handler: Any = None
 
     def __init__(
         self,
@@ -93,16 +94,8 @@ class Accelerator(ParallelRanks, accel_core.Accelerator):
         precision = arguments.precision_of(mixed_precision, outside)
         if AcceleratorState._shared_state and mixed_precision is not None:
             AcceleratorState(precision, cpu)  # which refuses another one
-        own = arguments.plugins_of(
-            arguments.Plugins(
-                deepspeed_plugins or deepspeed_plugin,
-                fsdp_plugin,
-                megatron_lm_plugin,
-                parallelism_config,
-                torch_tp_plugin,
-            ),
-            outside,
-        )
+        engines = (deepspeed_plugins or deepspeed_plugin, fsdp_plugin, megatron_lm_plugin)
+        own = arguments.plugins_of(arguments.Plugins(*engines, parallelism_config, torch_tp_plugin), outside)
         strategy = own.strategy(processes.num_processes) if strategy is None else strategy
         config = DataLoaderConfiguration() if dataloader_config is None else dataloader_config
         if split_batches is not None and dataloader_config is None:
@@ -125,7 +118,7 @@ class Accelerator(ParallelRanks, accel_core.Accelerator):
                 step_scheduler_with_optimizer=step_scheduler_with_optimizer,
                 step_scheduler_per_process=step_scheduler_with_optimizer,
                 kwargs_handlers=arguments.handlers_in_use(handlers, strategy, precision, processes.num_processes),
-                dynamo_plugin=compiler,
+                dynamo_plugin=compiler,  # type: ignore[arg-type]  # ours, by now
                 dynamo_backend="no" if compiler is None and given_outside(variable_of("dynamo_backend")) else None,
                 project_config=project,
                 log_with=self._registered or None,
@@ -137,6 +130,10 @@ class Accelerator(ParallelRanks, accel_core.Accelerator):
         self.gradient_state = GradientState(accumulation)
         self.gradient_state._serve(self)
         self._component, self._config, self._rng_types = component, config, rng_types
+        self._begin_lists()
+
+    def _begin_lists(self) -> None:
+        """What was prepared and registered, by kind, as libraries read it."""
         self._models: list[nn.Module] = []
         self._optimizers: list[Any] = []
         self._schedulers: list[Any] = []
@@ -161,8 +158,8 @@ class Accelerator(ParallelRanks, accel_core.Accelerator):
 
     # ---- options that scripts read and assign
 
-    @property
-    def dataloader_config(self) -> DataLoaderConfiguration:  # type: ignore[override]
+    @property  # type: ignore[override]  # it may be assigned, and is no option object of the core's
+    def dataloader_config(self) -> DataLoaderConfiguration:
         """Options of loaders that are prepared; may be assigned."""
         return self._config
 
@@ -176,11 +173,6 @@ class Accelerator(ParallelRanks, accel_core.Accelerator):
     def use_stateful_dataloader(self) -> bool:
         """Whether prepared loaders are of torchdata's class."""
         return bool(getattr(self._config, "use_stateful_dataloader", False))
-
-    @property
-    def project_dir(self) -> Any:
-        """The folder of the project, if any."""
-        return self.project_configuration.project_dir
 
     @property
     def save_iteration(self) -> int:
@@ -355,8 +347,8 @@ class Accelerator(ParallelRanks, accel_core.Accelerator):
             and self.project_dir is not None
         ):
             input_dir = checkpoints.newest_folder(Path(self.project_dir) / "checkpoints")  # None: that of ours
-        if input_dir is not None and checkpoints.is_peer_folder(input_dir):
-            checkpoints.load_peer_state(self, input_dir, load_kwargs=load_kwargs, **load_model_func_kwargs)
+        if input_dir is not None and checkpoints.is_peer_folder(Path(input_dir)):
+            checkpoints.load_peer_state(self, Path(input_dir), load_kwargs=load_kwargs, **load_model_func_kwargs)
         else:
             super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
 

@@ -57,7 +57,7 @@ class Plugins:
     parallelism_config: Any = None
     torch_tp_plugin: Any = None
 
-    def strategy(self, world_size: int) -> accel_core.Strategy | None:
+    def strategy(self, world_size: int) -> Any:
         """The strategy; None where no plugin asks for one."""
         deepspeed = self.deepspeed_plugin
         if isinstance(deepspeed, Mapping):
@@ -66,7 +66,7 @@ class Plugins:
             if plugin is not None:
                 return _ours(plugin, world_size)
         if self.parallelism_config is not None:
-            return self.parallelism_config.ours(world_size, self.fsdp_plugin)  # type: ignore[no-any-return]
+            return self.parallelism_config.ours(world_size, self.fsdp_plugin)
         return None if self.fsdp_plugin is None else _ours(self.fsdp_plugin, world_size)
 
 

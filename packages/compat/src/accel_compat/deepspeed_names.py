@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from accel_compat.plugins.deepspeed import MISSING, DeepSpeedPlugin
@@ -21,11 +23,13 @@ def _missing(name: str) -> Any:
     return type(name, (), {"__new__": fail, "__doc__": MISSING})
 
 
-try:
-    from accel_deepspeed import DummyOptim, DummyScheduler, HfDeepSpeedConfig
-except ModuleNotFoundError:
-    names = ("DummyOptim", "DummyScheduler", "HfDeepSpeedConfig")
-    globals().update({name: _missing(name) for name in names})
+def _class(name: str) -> Any:
+    if find_spec("accel_deepspeed") is None:  # an extra
+        return _missing(name)
+    return getattr(import_module("accel_deepspeed"), name)
+
+
+DummyOptim, DummyScheduler, HfDeepSpeedConfig = map(_class, ("DummyOptim", "DummyScheduler", "HfDeepSpeedConfig"))
 
 
 class _NoWrapper:

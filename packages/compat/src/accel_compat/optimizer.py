@@ -33,16 +33,16 @@ class AcceleratedOptimizer(torch.optim.Optimizer, metaclass=_Optimizers):
         self.scaler = scaler
         self.device_placement = device_placement
 
-    state: Any = property(lambda self: self.optimizer.state)  # type: ignore[assignment]
-    param_groups: Any = property(lambda self: self.optimizer.param_groups)  # type: ignore[assignment]
-    defaults: Any = property(lambda self: self.optimizer.defaults)  # type: ignore[assignment]
+    state: Any = property(lambda self: self.optimizer.state)
+    param_groups: Any = property(lambda self: self.optimizer.param_groups)
+    defaults: Any = property(lambda self: self.optimizer.defaults)
 
     @property
     def step_was_skipped(self) -> bool:
         """Whether the last step changed nothing."""
         return bool(getattr(self.optimizer, "step_was_skipped", False))
 
-    def step(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+    def step(self, *args: Any, **kwargs: Any) -> Any:
         """Steps the optimizer."""
         return self.optimizer.step(*args, **kwargs)
 

@@ -102,7 +102,7 @@ LOGGER_TYPE_TO_CLASS: dict[str, type[Any]] = {kind.name: kind for kind in _BUILT
 """What a name in `log_with` stands for; scripts put classes of their own here."""
 
 
-def register_tracker_class(tracker_class: type[Any]) -> None:
+def register_tracker_class(tracker_class: Any) -> None:
     """Has `log_with` know a class by its `name`; it is made when `init_trackers` is called.
 
     Its arguments are the project's name, the folder for logs where `requires_logging_directory`, and `init_kwargs[name]`.

@@ -73,17 +73,17 @@ def made(name: str, strategy=None, registers: bool = True, **options):
     """The objects of a run, prepared; weights are others than in the folder."""
     accelerator = Accelerator(
         cpu=True,
-        step_scheduler_per_process=not name.startswith("fsdp"),
+        step_scheduler_per_process=not name.startswith(("fsdp", "deepspeed")),
         **({"strategy": strategy} if strategy else {}),
         **options,
     )
     torch.manual_seed(99)
-    model = Net(0.5 if name.startswith("sgd") else 0.0, layer_norm=name.startswith("fsdp"))
+    model = Net(0.5 if name.startswith("sgd") else 0.0, layer_norm=name.startswith(("fsdp", "deepspeed")))
     if name.startswith("sgd"):
         optimizer = torch.optim.SGD(groups(model), lr=0.5, momentum=0.9)
     else:
         optimizer = torch.optim.AdamW(groups(model), lr=0.5)
-    if name.startswith(("sgd", "fsdp")):
+    if name.startswith(("sgd", "fsdp", "deepspeed")):
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
     else:
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=[0.05, 0.03], total_steps=24)
@@ -95,7 +95,9 @@ def made(name: str, strategy=None, registers: bool = True, **options):
     return accelerator, model, optimizer, scheduler, loader, counter
 
 
-def steps(accelerator, model, optimizer, scheduler, batches, counter, engine: bool) -> list[list[float]]:
+def steps(
+    accelerator, model, optimizer, scheduler, batches, counter, engine: bool, clip: bool = False
+) -> list[list[float]]:
     losses = []
     for x, y in batches:
         noise = torch.randn(()).item() * 0.01
@@ -104,6 +106,8 @@ def steps(accelerator, model, optimizer, scheduler, batches, counter, engine: bo
         loss = ((model(x) - y) ** 2).mean() + noise
         optimizer.zero_grad()
         accelerator.backward(loss)
+        if clip:
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         scheduler.step()
         counter.value += 1
@@ -123,9 +127,18 @@ def goes_on(name: str, folder: str | None = None, strategy=None, own: bool = Fal
             load_peer_state(accelerator, folder or DATA / name)
     said = [str(each.message) for each in caught if "load_state" in str(each.message)]
     streams = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    batches = list(loader)[3:6]  # the order is that of the dataset
+    batches = list(loader)[6:12:2] if name.startswith("deepspeed") else list(loader)[3:6]  # in the order of the dataset
     torch.set_rng_state(streams[0])
     np.random.set_state(streams[1])
     random.setstate(streams[2])
-    losses = steps(accelerator, model, optimizer, scheduler, batches, counter, name.startswith("fsdp"))
+    losses = steps(
+        accelerator,
+        model,
+        optimizer,
+        scheduler,
+        batches,
+        counter,
+        name.startswith("fsdp"),
+        name.startswith("deepspeed"),
+    )
     return losses, scheduler.get_last_lr(), counter.value, said

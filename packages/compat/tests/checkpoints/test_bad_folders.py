@@ -142,6 +142,18 @@ DAMAGE = {
     ),
     "scheduler missing": (lambda f: (f / "scheduler.bin").unlink(), None),  # as the run of an engine leaves it: with the warning
     "scheduler is a list": (lambda f: saved(f, "scheduler.bin", lambda state: [1]), "scheduler.bin was to be read, but it holds a list"),
+    "another schedule": (
+        lambda f: shutil.copy(DATA / "sgd_2" / "scheduler.bin", f),
+        "scheduler.0 is a OneCycleLR with ['base_lrs', 'cycle_momentum', 'last_epoch', 'total_steps', 'use_beta1'], and the checkpoint has",
+    ),
+    "a pipe": (
+        lambda f: ((f / "scheduler.bin").unlink(), os.mkfifo(f / "scheduler.bin"), (f / "optimizer.bin").unlink()),
+        "there are 1 optimizers here, and 0 in the checkpoint",  # what would wait for a writer is no file of a save
+    ),
+    "a folder for a file": (
+        lambda f: ((f / "optimizer.bin").unlink(), (f / "optimizer.bin").mkdir()),
+        "there are 1 optimizers here, and 0 in the checkpoint",
+    ),
     "objects missing": (
         lambda f: (f / "custom_checkpoint_0.pkl").unlink(),
         "there are 1 registered objects here, and 0 in the checkpoint",

@@ -57,6 +57,15 @@ def test_what_was_imported_goes_on_with_the_same_losses(name, tmp_path, capsys):
     check(name, run_ranks(goes_on, facts(name)["processes"], name, folder=str(tmp_path / "new"), own=True))
 
 
+def test_what_an_engine_saved_is_read_by_the_importer_of_its_package():
+    pytest.importorskip("accel_deepspeed")
+    losses, rates, count, said = goes_on("deepspeed_2")
+    expected = facts("deepspeed_2")
+    np.testing.assert_allclose(losses, [each[:1] for each in expected["losses"]], rtol=1e-6)
+    assert (rates, count) == (pytest.approx(expected["lr"], rel=1e-12), expected["counter"])
+    assert "imported from Accelerate (DeepSpeed 0.19" in said[0]
+
+
 def state_of(folder, name="sgd_2", own=False):
     accelerator, model, optimizer, *_ = made(name)
     with pytest.warns(UserWarning, match=LEFT):

@@ -10,13 +10,12 @@ FIGURES = expected()
 ALWAYS = [
     Launch(1, "libraries", ("lora", "sft", "dpo")),
     Launch(2, "diffusion", ("unconditional",)),
-    Launch(1, "diffusion", ("text_to_image",)),
     Launch(1, "device_map", ("device_map",)),
 ]
-OTHER_WORLDS = [
+OTHERS = [
     Launch(2, "libraries", ("lora", "sft", "dpo")),
     Launch(1, "diffusion", ("unconditional",)),
-    Launch(2, "diffusion", ("text_to_image",)),
+    *(Launch(world, "diffusion", ("text_to_image",)) for world in (1, 2)),
 ]
 
 
@@ -41,6 +40,6 @@ def test_libraries_give_the_figures_of_the_peer(launch, tmp_path):
 
 @pytest.mark.full
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("launch", OTHER_WORLDS, ids=named)
-def test_libraries_give_the_figures_of_the_peer_in_another_world(launch, tmp_path):
+@pytest.mark.parametrize("launch", OTHERS, ids=named)
+def test_libraries_give_the_figures_of_the_peer_in_every_world_and_shape(launch, tmp_path):
     compare(launch, tmp_path)

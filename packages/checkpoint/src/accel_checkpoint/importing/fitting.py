@@ -50,3 +50,13 @@ def state_of_position(record: Mapping[str, Any], unit: str, loader: Any) -> dict
         return {}
     samples, epoch = position["batches"] * loader.total_batch_size, position.get("epoch", state["epoch"])
     return {unit: {**state, "epoch": epoch, "samples": samples}}
+
+
+def other_schedule(unit: str, scheduler: Any, saved: Mapping[str, Any]) -> list[str]:
+    """A line if the saved state is one of another class of schedule, as its members show."""
+    here, there = ({name for name in each if not name.startswith("_")} for each in (scheduler.state_dict(), saved))
+    if here <= there or there <= here:  # versions of one class may differ in these
+        return []
+    return [
+        f"{unit} is a {type(scheduler).__name__} with {sorted(here)}, and the checkpoint has a schedule with {sorted(there)}"
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ class PeerFolder:
     scaler: Path | None
 
 
-def is_peer_folder(path: str | Path) -> bool:
+def is_peer_folder(path: str | os.PathLike[str]) -> bool:
     """Whether Hugging Face Accelerate's `save_state` wrote a folder. Never raises."""
     try:
         names = [each.name for each in Path(path).iterdir()]
@@ -55,7 +56,7 @@ def is_peer_folder(path: str | Path) -> bool:
     return _OWN not in names and any(map(_KNOWN_BY.fullmatch, names))
 
 
-def newest_folder(root: str | Path) -> Path | None:
+def newest_folder(root: str | os.PathLike[str]) -> Path | None:
     """The folder `checkpoint_<number>` with the highest number, if Accelerate's `save_state` wrote it."""
     folders = {int(each.name[11:]): each for each in Path(root).glob("checkpoint_*") if each.name[11:].isdecimal()}
     newest = folders[max(folders)] if folders else None
@@ -113,7 +114,7 @@ def _optimizers(path: Path, names: list[str]) -> dict[int, Path]:
 def _numbered(path: Path, names: list[str], pattern: str, folders: bool = False) -> dict[int, Path]:
     matches = [match for name in names if (match := re.fullmatch(pattern, name))]
     found = {int(match[1] or 0): path / match[0] for match in matches}
-    return {number: each for number, each in sorted(found.items()) if each.is_dir() is folders}
+    return {number: each for number, each in sorted(found.items()) if (each.is_dir() if folders else each.is_file())}
 
 
 def _in_order(path: Path, found: Mapping[int, Path], first: str) -> list[Path]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -62,7 +63,7 @@ def open_accelerate(folder: Path, optimizer: str | None) -> ForeignCheckpoint | 
     )
 
 
-def load_peer_state(accelerator: Accelerator, path: str | Path, **kwargs: Any) -> None:
+def load_peer_state(accelerator: Accelerator, path: str | os.PathLike[str], **kwargs: Any) -> None:
     """Restores a run from a folder that Accelerate's `save_state` wrote. Collective.
 
     Prepare and register the same objects first, in the same order. Of `kwargs`, those of

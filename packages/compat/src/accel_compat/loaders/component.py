@@ -37,5 +37,5 @@ class Loaders(accel_data.Sharded):
         """A copy of the loader that gives one shard, of torchdata's class where that is asked for."""
         given = as_stateful(loader) if self.use_stateful_dataloader else loader
         prepared = super().prepare_loader(given, shard, feed, device, seed, number, group, slice_fn)
-        prepared.use_stateful_dataloader = self.use_stateful_dataloader  # type: ignore[attr-defined]
+        prepared.use_stateful_dataloader = self.use_stateful_dataloader
         return prepared

@@ -13,7 +13,7 @@ from accel_compat.loaders.stateful import stateful_class
 from accel_compat.state import GradientState
 
 if TYPE_CHECKING:
-    _Base = accel_data.DataLoaderShard
+    _Base = Any
 else:
     _Base = object
 
@@ -35,7 +35,7 @@ class _OnObjects:
         return obj
 
 
-class DataLoaderStateMixin(_Base):
+class DataLoaderStateMixin(_Base):  # type: ignore[misc, unused-ignore]  # a loader, of either class
     """Where a loader stands in its iteration: for `GradientState`, and for scripts that ask it."""
 
     use_stateful_dataloader = False
@@ -92,7 +92,8 @@ class DataLoaderShard(DataLoaderStateMixin, accel_data.DataLoaderShard):
 
     def __new__(cls, *_: Any, use_stateful_dataloader: bool = False, **__: Any) -> Any:
         """An object of a class that is made of this one and torchdata's, where that is asked for."""
-        return object.__new__(stateful_class(cls) if use_stateful_dataloader else cls)
+        kind: Any = cls
+        return object.__new__(stateful_class(kind) if use_stateful_dataloader else kind)
 
     def __init__(
         self,
@@ -116,7 +117,8 @@ class DataLoaderDispatcher(DataLoaderStateMixin, accel_data.DataLoaderDispatcher
 
     def __new__(cls, *_: Any, use_stateful_dataloader: bool = False, **__: Any) -> Any:
         """An object of a class that is made of this one and torchdata's, where that is asked for."""
-        return object.__new__(stateful_class(cls) if use_stateful_dataloader else cls)
+        kind: Any = cls
+        return object.__new__(stateful_class(kind) if use_stateful_dataloader else kind)
 
     def __init__(
         self,

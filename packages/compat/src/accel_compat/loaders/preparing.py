@@ -52,7 +52,7 @@ def prepare_data_loader(
         non_blocking,
         classes=CLASSES,
     )
-    prepared.use_stateful_dataloader = use_stateful_dataloader  # type: ignore[attr-defined]
+    prepared.use_stateful_dataloader = use_stateful_dataloader
     return prepared
 
 

@@ -18,7 +18,7 @@ _KEPT = (
 def stateful_loader_class() -> Any:
     """torchdata's class; `NotInstalledError` without torchdata."""
     try:
-        from torchdata.stateful_dataloader import StatefulDataLoader
+        from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped, unused-ignore]
     except ImportError:
         what = "use_stateful_dataloader=True makes loaders of torchdata's class, which is not installed."
         raise NotInstalledError(

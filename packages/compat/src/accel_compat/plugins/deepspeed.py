@@ -68,7 +68,7 @@ class DeepSpeedPlugin:
 
     def __post_init__(self) -> None:
         try:
-            from accel_deepspeed import HfDeepSpeedConfig
+            kind = import_module("accel_deepspeed").HfDeepSpeedConfig  # an extra
         except ModuleNotFoundError as error:
             raise NotInstalledError(f"DeepSpeedPlugin: {MISSING}") from error
         fill(self)
@@ -77,9 +77,9 @@ class DeepSpeedPlugin:
         if self.enable_msamp:
             raise ValueError("enable_msamp=True: MS-AMP is no longer maintained, and not offered. Leave it out.")
         if isinstance(self.hf_ds_config, str) and self.hf_ds_config == "none":
-            self.hf_ds_config = HfDeepSpeedConfig(self._made())
+            self.hf_ds_config = kind(self._made())
         else:
-            self._take_over(HfDeepSpeedConfig)
+            self._take_over(kind)
         self.deepspeed_config: dict[str, Any] = self.hf_ds_config.config
         self.deepspeed_config["steps_per_print"] = float("inf")  # the loop reports
         if self.zero3_init_flag is None:
@@ -248,6 +248,7 @@ class DeepSpeedPlugin:
 
     def ours(self, world_size: int) -> Strategy:  # noqa: ARG002  # every plugin of a strategy is told
         """The strategy; it reads `hf_ds_config` again when a model is prepared."""
-        from accel_deepspeed import DeepSpeedPlugin as Configured
-
-        return Configured(hf_ds_config=self.hf_ds_config, transformer_moe_cls_names=self.transformer_moe_cls_names)
+        made: Strategy = import_module("accel_deepspeed").DeepSpeedPlugin(
+            hf_ds_config=self.hf_ds_config, transformer_moe_cls_names=self.transformer_moe_cls_names
+        )
+        return made

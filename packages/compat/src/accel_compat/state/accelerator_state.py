@@ -113,7 +113,7 @@ class AcceleratorState(PartialState):
             )
 
     @staticmethod
-    def _reset_state(reset_partial_state: bool = False) -> None:  # type: ignore[override]
+    def _reset_state(reset_partial_state: bool = False) -> None:
         """Forgets the set-up, and the processes too where that is asked for."""
         AcceleratorState._shared_state.clear()
         if reset_partial_state:

@@ -28,7 +28,7 @@ class PartialState(accel_core.PartialState):
     """
 
     _shared_state: ClassVar[dict[str, Any]] = {}
-    _known_attrs = (
+    _known_attrs: tuple[str, ...] = (
         "_cpu", "backend", "debug", "device", "distributed_type", "fork_launched", "local_process_index",
         "num_processes", "process_index",
     )  # fmt: skip

@@ -1,0 +1,160 @@
+"""The loop under Accelerate's defaults and meanings."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from accel_testing import run_ranks
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import AutocastKwargs, GradientAccumulationPlugin
+
+
+def one_weight() -> nn.Linear:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    return model
+
+
+def test_arguments_have_their_usual_order():
+    names = list(inspect.signature(Accelerator).parameters)
+    assert names[:21] == [
+        "device_placement", "split_batches", "mixed_precision", "gradient_accumulation_steps", "cpu", "dataloader_config",
+        "deepspeed_plugin", "fsdp_plugin", "torch_tp_plugin", "megatron_lm_plugin", "rng_types", "log_with", "project_dir",
+        "project_config", "gradient_accumulation_plugin", "step_scheduler_with_optimizer", "kwargs_handlers",
+        "dynamo_backend", "dynamo_plugin", "deepspeed_plugins", "parallelism_config",
+    ]  # fmt: skip
+
+
+def test_a_short_last_window_weighs_one_over_the_steps():
+    accelerator = Accelerator(gradient_accumulation_steps=4)
+    model = one_weight()
+    model, optimizer, loader = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=1.0), DataLoader(torch.ones(6, 1), batch_size=1)
+    )
+    weights = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append(model.weight.item())
+    assert weights == [1, 1, 1, 0, 0, -0.5]
+
+
+def test_the_environment_says_how_many_micro_batches_a_window_has(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "3")
+    assert Accelerator().gradient_accumulation_steps == 3
+    plugin = GradientAccumulationPlugin(num_steps=2)
+    assert Accelerator(gradient_accumulation_plugin=plugin).gradient_accumulation_steps == 2
+    with pytest.raises(ValueError, match="both given"):
+        Accelerator(gradient_accumulation_steps=2, gradient_accumulation_plugin=plugin)
+
+
+def steps_of_a_schedule(split_batches: bool) -> int:
+    accelerator = Accelerator(split_batches=split_batches)
+    model = one_weight()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 100)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    accelerator.backward(model(torch.ones(1, 1)).sum())
+    optimizer.step()
+    scheduler.step()
+    return int(scheduler.last_epoch)
+
+
+def test_a_schedule_steps_once_for_each_process():
+    assert steps_of_a_schedule(split_batches=False) == 1
+    assert run_ranks(steps_of_a_schedule, 2, False) == [2, 2]
+    assert run_ranks(steps_of_a_schedule, 2, True) == [1, 1]
+
+
+def test_prepared_objects_are_of_the_known_types():
+    accelerator = Accelerator()
+    model = one_weight()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    assert not isinstance(optimizer, AcceleratedOptimizer)
+    accelerator.prepare(model, optimizer, scheduler)
+    assert isinstance(optimizer, AcceleratedOptimizer)
+    assert isinstance(scheduler, AcceleratedScheduler)
+    assert optimizer.optimizer is optimizer
+    assert scheduler.scheduler is scheduler
+    assert "scheduler" not in scheduler.state_dict()
+    assert accelerator._models == [model]
+    assert accelerator._optimizers == [optimizer]
+    assert accelerator._schedulers == [scheduler]
+    accelerator.free_memory()
+    assert accelerator._models == accelerator._optimizers == accelerator._schedulers == []
+    assert not isinstance(scheduler, AcceleratedScheduler)
+
+
+def test_engines_wrap_by_subclasses():
+    class OptimizerOfAnEngine(AcceleratedOptimizer):
+        def step(self, closure=None):
+            return "stepped by the engine"
+
+    class SchedulerOfAnEngine(AcceleratedScheduler):
+        pass
+
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    wrapped = OptimizerOfAnEngine(optimizer, device_placement=False)
+    assert wrapped.step() == "stepped by the engine"
+    assert wrapped.param_groups is optimizer.param_groups
+    assert isinstance(wrapped, AcceleratedOptimizer)
+    schedule = SchedulerOfAnEngine(torch.optim.lr_scheduler.StepLR(optimizer, 1), wrapped)
+    assert schedule.get_last_lr() == [1.0]
+
+
+def test_autocast_takes_its_options_by_position():
+    accelerator = Accelerator(mixed_precision="bf16")
+    with accelerator.autocast(AutocastKwargs(enabled=False)):
+        assert not torch.is_autocast_enabled("cpu")
+    with accelerator.autocast():
+        assert torch.is_autocast_enabled("cpu")
+
+
+def test_a_model_is_unwrapped_from_compilation_if_that_is_asked_for():
+    accelerator = Accelerator()
+    model = one_weight()
+    compiled = torch.compile(nn.DataParallel(model), backend="eager")
+    assert accelerator.unwrap_model(compiled, keep_torch_compile=False) is model
+    assert accelerator.unwrap_model(compiled)._orig_mod is model
+    assert isinstance(compiled._orig_mod, nn.DataParallel)
+
+
+def test_an_accelerator_is_pickled_as_its_arguments_and_loaders():
+    accelerator = Accelerator(gradient_accumulation_steps=3)
+    accelerator.prepare(DataLoader(torch.arange(6.0), batch_size=2))
+    twin = pickle.loads(pickle.dumps(accelerator))
+    assert twin.gradient_accumulation_steps == 3
+    assert [batch.tolist() for batch in twin._dataloaders[0]] == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_options_may_be_assigned():
+    from accelerate.utils import DataLoaderConfiguration
+
+    accelerator = Accelerator()
+    accelerator.even_batches = False
+    accelerator.dataloader_config = DataLoaderConfiguration(split_batches=True)
+    assert accelerator.split_batches
+    assert accelerator.parallelism_config is None
+    assert not accelerator.is_fsdp2
+    assert accelerator.scaler is None
+
+
+def test_checkpoints_are_written_whatever_serialization_is_asked_for(tmp_path):
+    accelerator = Accelerator()
+    model = one_weight()
+    accelerator.prepare(model)
+    accelerator.save_state(tmp_path / "run", safe_serialization=False)
+    nn.init.zeros_(model.weight)
+    accelerator.load_state(tmp_path / "run")
+    assert model.weight.item() == 1.0

@@ -1,0 +1,102 @@
+"""Weights and optimizer states in files of torch: whole, in parts, of what is trained alone, merged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from accel_testing import run_ranks
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.base, self.adapter = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.base.requires_grad_(False)
+
+    def forward(self, x):
+        return self.adapter(self.base(x))
+
+
+def trained(seed):
+    from accel_core import Accelerator
+
+    torch.manual_seed(seed)
+    accelerator = Accelerator(strategy="fsdp")
+    model = Model()
+    optimizer = torch.optim.AdamW(model.adapter.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    accelerator.backward(model(torch.ones(2, 4)).sum())
+    optimizer.step()
+    return accelerator, model, optimizer
+
+
+def seen(accelerator, model, optimizer):
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+    whole = {name: tensor.tolist() for name, tensor in accelerator.get_state_dict(model).items()}
+    state = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))["state"]
+    return whole, {name: {key: value.tolist() for key, value in entry.items()} for name, entry in state.items()}
+
+
+def saved_and_loaded(folder, kind, adapter_only, use_dcp):
+    from accelerate.utils import (
+        FullyShardedDataParallelPlugin,
+        load_fsdp_model,
+        load_fsdp_optimizer,
+        save_fsdp_model,
+        save_fsdp_optimizer,
+    )
+
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=kind)
+    accelerator, model, optimizer = trained(0)
+    save_fsdp_model(plugin, accelerator, model, folder, adapter_only=adapter_only, use_dcp=use_dcp)
+    save_fsdp_optimizer(plugin, accelerator, optimizer, model, folder, use_dcp=use_dcp)
+    before = seen(accelerator, model, optimizer)
+    accelerator, model, optimizer = trained(1)
+    apart = seen(accelerator, model, optimizer)
+    load_fsdp_model(plugin, accelerator, model, folder, adapter_only=adapter_only, use_dcp=use_dcp)
+    load_fsdp_optimizer(plugin, accelerator, optimizer, model, folder, use_dcp=use_dcp)
+    return before, apart, seen(accelerator, model, optimizer)
+
+
+@pytest.mark.parametrize(
+    "kind, adapter_only, use_dcp, files",
+    [
+        ("FULL_STATE_DICT", False, True, ["optimizer.bin", "pytorch_model_fsdp.bin"]),
+        ("FULL_STATE_DICT", True, True, ["optimizer.bin", "pytorch_model_fsdp.bin"]),
+        ("SHARDED_STATE_DICT", False, True, ["optimizer_0", "pytorch_model_fsdp_0"]),
+        (
+            "SHARDED_STATE_DICT",
+            False,
+            False,
+            [f"{name}_0_rank{rank}.bin" for name in ("optimizer", "pytorch_model_fsdp") for rank in (0, 1)],
+        ),
+    ],
+)
+def test_what_was_written_is_read_on_two_ranks(tmp_path, kind, adapter_only, use_dcp, files):
+    ranks = run_ranks(saved_and_loaded, 2, tmp_path, kind, adapter_only, use_dcp)
+    assert ranks[0][0][0] != ranks[0][1][0]
+    for before, apart, after in ranks:
+        assert after[1] == before[1] != apart[1]
+        for name, values in after[0].items():
+            expected = apart if adapter_only and name.startswith("base") else before
+            assert values == expected[0][name], name
+    assert sorted(path.name for path in tmp_path.iterdir()) == files
+
+
+def test_a_folder_of_parts_is_merged(tmp_path):
+    from accelerate.utils import merge_fsdp_weights
+
+    before, *_ = run_ranks(saved_and_loaded, 2, tmp_path, "SHARDED_STATE_DICT", False, True)[0]
+    with pytest.raises(ValueError, match="pytorch_model_fsdp_0"):
+        merge_fsdp_weights(tmp_path, tmp_path / "merged")
+    merge_fsdp_weights(tmp_path / "pytorch_model_fsdp_0", tmp_path / "merged", remove_checkpoint_dir=True)
+    from accelerate.utils import load_state_dict
+
+    merged = load_state_dict(tmp_path / "merged" / "model.safetensors")
+    assert {name: tensor.tolist() for name, tensor in merged.items()} == before[0]
+    assert not (Path(tmp_path) / "pytorch_model_fsdp_0").exists()
