@@ -94,8 +94,16 @@ class Accelerator(ParallelRanks, accel_core.Accelerator):
         precision = arguments.precision_of(mixed_precision, outside)
         if AcceleratorState._shared_state and mixed_precision is not None:
             AcceleratorState(precision, cpu)  # which refuses another one
-        engines = (deepspeed_plugins or deepspeed_plugin, fsdp_plugin, megatron_lm_plugin)
-        own = arguments.plugins_of(arguments.Plugins(*engines, parallelism_config, torch_tp_plugin), outside)
+        own = arguments.plugins_of(
+            arguments.Plugins(
+                deepspeed_plugins or deepspeed_plugin,
+                fsdp_plugin,
+                megatron_lm_plugin,
+                parallelism_config,
+                torch_tp_plugin,
+            ),
+            outside,
+        )
         strategy = own.strategy(processes.num_processes) if strategy is None else strategy
         config = DataLoaderConfiguration() if dataloader_config is None else dataloader_config
         if split_batches is not None and dataloader_config is None:
@@ -123,17 +131,16 @@ class Accelerator(ParallelRanks, accel_core.Accelerator):
                 project_config=project,
                 log_with=self._registered or None,
             )
+        self._component, self._config = component, config
         self._set_state(cpu, own, dynamo)
+        self._set_attributes(handlers, accumulation)
+
+    def _set_attributes(self, handlers: dict[str, Any], accumulation: GradientAccumulationPlugin) -> None:
         for attribute, handler in handlers.items():
             setattr(self, attribute, handler)
         self.has_fp8_handler = any(handlers[name] is not None for name in handlers if "recipe_handler" in name)
         self.gradient_state = GradientState(accumulation)
         self.gradient_state._serve(self)
-        self._component, self._config, self._rng_types = component, config, rng_types
-        self._begin_lists()
-
-    def _begin_lists(self) -> None:
-        """What was prepared and registered, by kind, as libraries read it."""
         self._models: list[nn.Module] = []
         self._optimizers: list[Any] = []
         self._schedulers: list[Any] = []

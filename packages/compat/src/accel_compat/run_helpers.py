@@ -54,7 +54,8 @@ def list_safe_globals() -> list[Any]:
 
     import numpy as np
 
-    kinds: list[Any] = [np.ndarray, np.dtype, np.dtypes.UInt32DType, codecs.encode]
+    kinds: list[Any] = [np.ndarray, np.dtype, codecs.encode]
+    kinds += [kind for kind in vars(np.dtypes).values() if isinstance(kind, type)]
     multiarray: Any = import_module("numpy._core.multiarray")
     return [multiarray._reconstruct, *kinds]  # as pickles of NumPy name it
 

@@ -271,3 +271,14 @@ def test_what_has_no_effect_is_said_in_one_line(capsys: pytest.CaptureFixture[st
         "accelerate: --zero_stage: no effect without --use_deepspeed.",
         "accelerate: 2 processes are started, where Accelerate starts one. For one, give --num_processes 1.",
     ]
+
+
+@pytest.mark.usefixtures("started")
+def test_a_script_that_has_moved_is_told_that_it_reads_no_strategy(folder: Path, capsys: pytest.CaptureFixture[str]):
+    (folder / "moved.py").write_text("from accel_core import Accelerator\n")
+    main(["launch", "--use_fsdp", "moved.py"])
+    assert "moved.py imports accel_core, which reads nothing of --use_fsdp" in capsys.readouterr().err
+    main(["launch", "--mixed_precision", "bf16", "moved.py"])
+    (folder / "moved.py").write_text("from accelerate import Accelerator\n")
+    main(["launch", "--use_fsdp", "moved.py"])
+    assert capsys.readouterr().err == ""

@@ -54,7 +54,8 @@ def test_a_precision_is_written_once():
         plugin.set_mixed_precision("fp16")
 
 
-def test_the_strategy_has_what_the_plugin_says():
+def test_the_strategy_has_what_the_plugin_says(monkeypatch):
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # DeepSpeed sets it when it is imported
     pytest.importorskip("deepspeed")
     strategy = DeepSpeedPlugin(zero_stage=1).ours(2)
     assert strategy.zero_stage == 1

@@ -151,11 +151,10 @@ def test_variables_fill_in_what_is_not_given(monkeypatch):
 
 
 def test_it_says_to_transformers_who_reads_weights(monkeypatch):
-    monkeypatch.delenv("FSDP_CPU_RAM_EFFICIENT_LOADING", raising=False)
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "False")
     plugin = Plugin(cpu_ram_efficient_loading=True)
     assert os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "True"
     assert plugin.sync_module_states is True
-    monkeypatch.delenv("FSDP_CPU_RAM_EFFICIENT_LOADING")
 
 
 def test_what_memory_cannot_be_saved_by_is_said(caplog):

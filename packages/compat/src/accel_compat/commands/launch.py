@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from accel_compat.commands.merging import merge
+from accel_compat.commands.merging import STRATEGIES, merge
 from accel_compat.commands.options import OPTIONS, launch_command_parser
 from accel_compat.commands.variables import variables
 from accel_launch import launch
@@ -44,7 +46,20 @@ def start(arguments: argparse.Namespace, *, stays: bool = False) -> int:
     merged, file, from_file = merge(arguments)
     fields = [*getattr(file, "deepspeed_config", {}), *(["mixed_precision"] if from_file else [])]
     words = [*_options(merged), *_program(merged)]
+    _warn_of_ours(merged)
     return launch(words, variables(merged, ",".join(fields)), stays=stays)
+
+
+def _warn_of_ours(arguments: argparse.Namespace) -> None:
+    """Says so where a strategy was chosen for a script that imports accel_core, which does not read it."""
+    chosen = [f"--{flag}" for flag in STRATEGIES if getattr(arguments, flag)]
+    script = Path(arguments.training_script)
+    if not chosen or script.suffix != ".py" or not script.is_file():
+        return
+    text = script.read_text(encoding="utf-8", errors="replace")
+    if re.search(r"^\s*(from|import) accel_core\b", text, re.MULTILINE) and "accelerate" not in text:
+        what = f"{script} imports accel_core, which reads nothing of {chosen[0]}: it is not sharded by it."
+        print(f"accelerate: {what} Type `accel config import`, and `accel launch`.", file=sys.stderr)  # noqa: T201
 
 
 def _options(arguments: argparse.Namespace) -> Iterator[str]:

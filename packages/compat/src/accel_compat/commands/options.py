@@ -40,7 +40,7 @@ GROUPS: Mapping[str, Mapping[str, Option]] = MappingProxyType(
             "multi_gpu": Option(bool, False, help="of no effect: several processes train together by themselves"),
             "tpu": Option(bool, False, help="refused: TPUs are started by the launcher of torch_xla"),
             "gpu_ids": Option(help="the accelerators that take part: 'all', or indices between commas"),
-            "num_processes": Option(int, help="processes of all machines; dashes do as well: --num-processes"),
+            "num_processes": Option(int, help="or --num-processes, as any option: processes of all machines"),
             "num_machines": Option(int, help="machines that take part"),
             "machine_rank": Option(int, help="which of the machines this is, from 0"),
             "main_process_ip": Option(help="address of machine 0"),
@@ -232,7 +232,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             if option.kind is bool:
                 group.add_argument(*flags, action=_Given, nargs=0, const=True, **about)
             else:
-                kind = {} if option.kind is str else {"type": option.kind}
+                kind: dict[str, Any] = {} if option.kind is str else {"type": option.kind}
                 group.add_argument(*flags, action=_Given, choices=option.words or None, **kind, **about)
     tpu = parser.add_argument_group("TPU")
     tpu.add_argument("--tpu_cluster", action="store_true", dest="tpu_use_cluster", help="refused, as --tpu is")

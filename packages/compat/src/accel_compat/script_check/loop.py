@@ -32,11 +32,11 @@ def schedules(script: Script) -> Iterator[Finding]:
                 "a schedule is stepped once per optimizer step, so it would be too long by the number of processes: count "
                 f"behind prepare, math.ceil({ast.unparse(node)} / accumulation_steps) * epochs. Or: {_PER_PROCESS}.",
             )
-    for node in multiplied:
-        if _reaches_a_schedule(script, node):
+    for factor in multiplied:
+        if _reaches_a_schedule(script, factor):
             found = True
             yield at(
-                node,
+                factor,
                 "schedule-processes",
                 "the schedule is stepped num_processes times per optimizer step, so its length is multiplied by that.",
                 f"it is stepped once per optimizer step: leave the factor out. Or: {_PER_PROCESS}.",
