@@ -33,6 +33,12 @@ NAMES = Path(__file__).parents[1] / "tests" / "names.py"
 OURS = {
     path.parent.name.removesuffix("-plugin") for path in Path(__file__).parents[1].glob("packages/*/pyproject.toml")
 }
+NO_DOORS = {
+    "all",
+    "core",
+    "compat",
+    "compat-metadata",
+}  # nothing to import, or a page of its own; the door of compat is `accelerate`
 LINE = 120  # signatures that are longer have a line for each argument
 
 HOOKS_HEAD = """\
@@ -315,7 +321,7 @@ def doors_page() -> str:
     """The whole of docs/reference/doors.md."""
     modules = [importlib.import_module(f"{api.__name__}.{each.name}") for each in pkgutil.iter_modules(api.__path__)]
     parts = [DOORS_HEAD, names_table("## accel_core", described_names(accel_core.__name__, accel_core.__all__))]
-    packages = [importlib.import_module(f"accel_{name.replace('-', '_')}") for name in sorted(OURS - {"all", "core"})]
+    packages = [importlib.import_module(f"accel_{name.replace('-', '_')}") for name in sorted(OURS - NO_DOORS)]
     for module in (*modules, *packages):
         rows = described_names(module.__name__, module.__all__)
         about = (inspect.getdoc(module) or "").partition("\n")[0]

@@ -150,7 +150,9 @@ def test_every_option_that_is_read_from_the_environment_stands_on_the_page():
     from accel_core.options.option_sources import LOADER_OPTIONS, OPTIONS, variable_of
     from accel_launch.options import LaunchOptions
 
-    found = literals(r"ACCELERATE_\w+", ROOT.glob("packages/*/src/**/*.py"))
+    # accel-compat reads and sets the variables of another library; they are listed where that is done.
+    files = (path for path in ROOT.glob("packages/*/src/**/*.py") if "compat" not in path.parts)
+    found = literals(r"ACCELERATE_\w+", files)
     found |= {variable_of(name) for name in (*OPTIONS, *LOADER_OPTIONS)}
     told = set(re.findall(r"ACCELERATE_\w+", reference("environment.md")))
     launchers = {
