@@ -91,7 +91,7 @@ class Accelerator(ParallelRanks, accel_core.Accelerator):
         init = handlers["init_handler"]
         cpu = bool(cpu or outside.cpu or PartialState._shared_state.get("_cpu"))
         processes = PartialState(cpu, **({} if init is None else init.ours().to_kwargs()))
-        precision = arguments.precision_of(mixed_precision, outside)
+        precision = arguments.precision_of(mixed_precision, outside, fsdp_plugin)
         if AcceleratorState._shared_state and mixed_precision is not None:
             AcceleratorState(precision, cpu)  # which refuses another one
         own = arguments.plugins_of(

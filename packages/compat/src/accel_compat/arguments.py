@@ -85,8 +85,20 @@ def plugins_of(given: Plugins, environment: Environment) -> Plugins:
     return Plugins(**{name: first(name) for name in vars(given)})
 
 
-def precision_of(mixed_precision: Any, environment: Environment) -> Any:
-    """The precision that was given, else that of the process, else that of the environment, else "no"."""
+def precision_of(mixed_precision: Any, environment: Environment, fsdp_plugin: Any = None) -> Any:
+    """The precision of the plugin's own policy, else what was given, else of the process, else of the environment, else "no".
+
+    Raises `ValueError` if a policy and a precision of another dtype were given.
+    """
+    own = fsdp_plugin.precision() if hasattr(fsdp_plugin, "precision") else None
+    if own is not None:
+        kind = type(own).__name__.lower()
+        if mixed_precision is not None and str(mixed_precision).lower() != kind:
+            raise ValueError(
+                f"mixed_precision={mixed_precision!r} and a plugin with mixed_precision_policy={fsdp_plugin.mixed_precision_policy!r} "
+                f"were both given. Leave one out, or give mixed_precision={kind!r}."
+            )
+        return own
     if mixed_precision is not None:
         return mixed_precision if isinstance(mixed_precision, accel_core.Precision) else str(mixed_precision).lower()
     known = AcceleratorState._shared_state.get("_mixed_precision")
