@@ -80,3 +80,16 @@ def test_one_step_never_asks_the_feed() -> None:
     models, feed = Models(), Feed(1)
     window = Accumulation(1, feed, models.rescale)
     assert epoch(window, feed, 3) == [(True, 1.0)] * 3
+
+
+def test_a_loop_that_counts_itself_holds_back_and_lets_go() -> None:
+    models, feed = Models(), Feed(1)
+    window = Accumulation(1, feed, models.rescale)
+    window.hold(True)
+    window.count_backward()
+    assert window.open
+    assert window.is_pending(settled=-1)  # what was gathered is not cleared
+    window.hold(False)
+    assert not window.open
+    assert not window.lacks_backward(settled=-1)
+    assert window.enter()  # a block behind it is a window of its own
