@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_checkpoint import write_weights
+from accel_compat.checkpoints.distributed_files import whole_state
 from accel_compat.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 from accel_compat.plugins.fsdp import RAM_EFFICIENT, FullyShardedDataParallelPlugin
 
@@ -74,11 +74,9 @@ def load_fsdp_model(
 
     Returns the missing and unexpected names, of which there are none unless `adapter_only`.
     """
-    options = replace(_options(fsdp_plugin), ignore_frozen_params=adapter_only, strict=not adapter_only)
     place = _place(fsdp_plugin, input_dir, FSDP_MODEL_NAME, model_index)
-    whole = options.full_state_dict
-    state = {} if whole else _states().get_model_state_dict(model, options=options)
-    state = _read(accelerator, "model", state, place, use_dcp=use_dcp)
+    options = replace(_read_options(place, use_dcp), ignore_frozen_params=adapter_only, strict=not adapter_only)
+    state = _read(accelerator, "model", place, use_dcp=use_dcp)
     result = _states().set_model_state_dict(model, state, options=options)
     if result.unexpected_keys:
         raise ValueError(f"{place} has weights that the model has not: {', '.join(result.unexpected_keys[:8])}.")
@@ -112,13 +110,9 @@ def load_fsdp_optimizer(
     use_dcp: bool = True,
 ) -> None:
     """Reads what `save_fsdp_optimizer` wrote, with the same arguments."""
-    options, place = _options(fsdp_plugin), _place(fsdp_plugin, input_dir, OPTIMIZER_NAME, optimizer_index)
-    own = _own(optimizer)
-    state: dict[str, Any] = (
-        {} if options.full_state_dict else dict(_states().get_optimizer_state_dict(model, own, options=options))
-    )
-    state = _read(accelerator, "optimizer", state, place, use_dcp=use_dcp)
-    _states().set_optimizer_state_dict(model, own, state, options=options)
+    place = _place(fsdp_plugin, input_dir, OPTIMIZER_NAME, optimizer_index)
+    state = _read(accelerator, "optimizer", place, use_dcp=use_dcp)
+    _states().set_optimizer_state_dict(model, _own(optimizer), state, options=_read_options(place, use_dcp))
     accelerator.wait_for_everyone()
 
 
@@ -131,21 +125,17 @@ def merge_fsdp_weights(
     """Writes the weights of a folder that ranks wrote together as `model.safetensors`, or `pytorch_model.bin`.
 
     Call it in one process; it takes as much memory as the weights do. `ValueError` if
-    `checkpoint_dir` is no such folder.
+    `checkpoint_dir` is no such folder, `CheckpointError` if it is damaged.
     """
     folder = Path(checkpoint_dir)
     if not (folder / ".metadata").is_file():
         listed = sorted(path.name for path in folder.glob(f"{FSDP_MODEL_NAME}_*")) if folder.is_dir() else []
         advice = f"Give {folder / listed[0]}." if listed else "Give the folder that has a file .metadata."
         raise ValueError(f"{folder} is not the folder of a model's weights. {advice}")
-    from torch.distributed.checkpoint import format_utils
-
-    with tempfile.TemporaryDirectory(dir=folder.parent) as beside:
-        whole = Path(beside) / "whole.pt"
-        format_utils.dcp_to_torch_save(folder, whole)
-        state = torch.load(whole, weights_only=True, mmap=True)
-        write_weights(state.get("model", state), output_path, safe_serialization=safe_serialization)
-        del state
+    state = whole_state(folder, "model")
+    if not state:
+        raise ValueError(f"{folder} has no weights of a model. Give a folder that save_fsdp_model wrote.")
+    write_weights(state, output_path, safe_serialization=safe_serialization)
     if remove_checkpoint_dir:
         shutil.rmtree(folder)
 
@@ -161,7 +151,15 @@ def disable_fsdp_ram_efficient_loading() -> None:
 
 
 def _options(plugin: FullyShardedDataParallelPlugin) -> StateDictOptions:
-    whole = _is_whole(plugin)
+    return _options_for(_is_whole(plugin))
+
+
+def _read_options(place: Path, use_dcp: bool) -> StateDictOptions:
+    """What rank 0 reads whole goes to the other ranks; their own files are theirs."""
+    return _options_for(place.suffix == ".bin" or use_dcp)
+
+
+def _options_for(whole: bool) -> StateDictOptions:
     made: StateDictOptions = _states().StateDictOptions(
         full_state_dict=whole, cpu_offload=whole, broadcast_from_rank0=whole
     )
@@ -201,14 +199,11 @@ def _write(accelerator: Any, kind: str, state: dict[str, Any], place: Path, *, u
     accelerator.wait_for_everyone()
 
 
-def _read(accelerator: Any, kind: str, state: dict[str, Any], place: Path, *, use_dcp: bool) -> dict[str, Any]:
+def _read(accelerator: Any, kind: str, place: Path, *, use_dcp: bool) -> dict[str, Any]:
+    if place.suffix != ".bin" and not use_dcp:
+        return torch.load(_of_rank(place, accelerator), weights_only=True)  # type: ignore[no-any-return]
+    if accelerator.process_index != 0:
+        return {}
     if place.suffix == ".bin":
-        if accelerator.process_index == 0:
-            state = torch.load(place, weights_only=True, map_location="cpu")
-    elif use_dcp:
-        nested = {kind: state}
-        _checkpoint().load(nested, checkpoint_id=place)
-        state = nested[kind]
-    else:
-        state = torch.load(_of_rank(place, accelerator), weights_only=True)
-    return state
+        return torch.load(place, weights_only=True, map_location="cpu")  # type: ignore[no-any-return]
+    return whole_state(place, kind)

@@ -40,15 +40,18 @@ GIVEN = [
     (DataLoaderConfiguration(data_seed=3), accel_data.DataLoaderConfiguration(data_seed=3)),
     (
         DistributedDataParallelKwargs(dim=1, check_reduction=True, static_graph=True),
-        accel_core.DistributedDataParallelKwargs(static_graph=True),
+        accel_core.DistributedDataParallelKwargs(static_graph=True, gradient_as_bucket_view=False),
     ),
-    (DistributedDataParallelKwargs(comm_wrapper="fp16"), accel_core.DistributedDataParallelKwargs()),
+    (
+        DistributedDataParallelKwargs(comm_wrapper="fp16"),
+        accel_core.DistributedDataParallelKwargs(gradient_as_bucket_view=False),
+    ),
     (
         DistributedDataParallelKwargs(
             comm_hook=DDPCommunicationHookType.POWER_SGD, comm_state_option={"matrix_approximation_rank": 2}
         ),
         accel_core.DistributedDataParallelKwargs(
-            comm_hook="power_sgd", comm_state_option={"matrix_approximation_rank": 2}
+            comm_hook="power_sgd", comm_state_option={"matrix_approximation_rank": 2}, gradient_as_bucket_view=False
         ),
     ),
     (GradientAccumulationPlugin(num_steps=4), accel_core.GradientAccumulationPlugin(num_steps=4, mean_over="steps")),

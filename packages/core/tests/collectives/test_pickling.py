@@ -49,6 +49,7 @@ ALLOWED = {
         "accel_launch.settings.rendering",
         "yaml.load",
     ): "ruamel's own object, which makes mappings, sequences and scalars alone",
+    ("accel_compat.commands.config_file", "yaml.load"): "ruamel's safe loader, which makes plain values alone",
     ("accel_launch.notebook.function_pickle", "pickle.loads"): NOTEBOOKS,
     ("accel_launch.notebook.function_pickle", "marshal.loads"): NOTEBOOKS,
     ("accel_testing.shared_launch", "pickle.loads"): A_TEST_S,
@@ -126,7 +127,12 @@ def test_every_exception_is_needed():
 
 def test_weights_are_the_one_thing_that_torch_loads():
     callers = {module_of(path) for path in SOURCES if re.search(r"torch\.load\(", code_of(path))}
-    assert callers == {"accel_checkpoint.weights.sources", "accel_deepspeed.importing.pickled_file"}
+    of_others = {"checkpoints.pickled_file", "custom_states", "fsdp_weights", "model_files", "run_helpers"}
+    assert callers == {
+        "accel_checkpoint.weights.sources",
+        "accel_deepspeed.importing.pickled_file",
+        *(f"accel_compat.{module}" for module in of_others),
+    }
 
 
 def code_of(path: Path) -> str:

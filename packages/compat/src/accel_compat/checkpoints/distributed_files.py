@@ -64,6 +64,33 @@ def plain_values(path: Path, root: str) -> dict[Keys, Any]:
     return {each.keys: _read(each) for each in _stored(path, root) if each.box is None}
 
 
+def whole_state(path: Path, root: str) -> dict[str, Any]:
+    """All below `root`, nested as it was saved, with whole tensors in main memory."""
+    found: dict[Keys, Any] = {}
+    for each in _stored(path, root):
+        value = _read(each)
+        if each.box is None or not each.shape:
+            found[each.keys] = value
+            continue
+        whole = found.setdefault(each.keys, torch.empty(each.shape, dtype=value.dtype))
+        whole[tuple(slice(at, at + size) for at, size in zip(each.box.offsets, each.box.sizes, strict=True))] = value
+    nested: dict[Any, Any] = {}
+    for (*outer, last), value in found.items():
+        inner = nested
+        for key in outer:
+            inner = inner.setdefault(key, {})
+        inner[last] = value
+    return _with_lists(nested)  # type: ignore[no-any-return]
+
+
+def _with_lists(nested: Any) -> Any:
+    """Mappings whose keys are all numbers as lists, as their paths say."""
+    if not isinstance(nested, dict):
+        return nested
+    values = {key: _with_lists(value) for key, value in nested.items()}
+    return [values[key] for key in sorted(values)] if values and all(type(key) is int for key in values) else values
+
+
 def _part(stored: Sequence[tuple[_Stored, str]]) -> dict[str, dict[str, Entry]]:
     found: dict[str, dict[str, Entry]] = {}
     for each, full in stored:

@@ -21,6 +21,7 @@ class Loaders(accel_data.Sharded):
     """Each process reads its part of every global batch: see `accel_data.Sharded`."""
 
     classes = CLASSES
+    use_stateful_dataloader: bool
 
     @hookimpl
     def prepare_loader(

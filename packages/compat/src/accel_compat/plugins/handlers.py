@@ -99,7 +99,9 @@ class DistributedDataParallelKwargs(KwargsHandler):
         sgd = hook is DDPCommunicationHookType.POWER_SGD
         return accel_core.DistributedDataParallelKwargs(
             broadcast_buffers=self.broadcast_buffers,
-            bucket_cap_mb=self.bucket_cap_mb,
+            bucket_cap_mb=None
+            if self.bucket_cap_mb == 25
+            else self.bucket_cap_mb,  # the default, with a small first one
             find_unused_parameters=self.find_unused_parameters,
             gradient_as_bucket_view=self.gradient_as_bucket_view,
             static_graph=self.static_graph,

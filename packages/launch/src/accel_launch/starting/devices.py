@@ -51,12 +51,11 @@ def find_accelerators() -> Accelerators:
 
 def find_accelerators_elsewhere() -> Accelerators:
     """Asks torch in another process: a driver reads once which devices a process sees, and that is to change in this one."""
-    code = (
-        "from accel_launch.starting.devices import find_accelerators as f; a = f(); print(a.kind, a.count, int(a.hip))"
-    )
-    printed = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE, text=True).stdout
+    imports = "from dataclasses import astuple; from accel_launch.starting.devices import find_accelerators"
+    program = [sys.executable, "-c", f"{imports}; print(*astuple(find_accelerators()))"]
+    printed = subprocess.run(program, check=True, stdout=subprocess.PIPE, text=True).stdout
     kind, count, hip = printed.splitlines()[-1].split(" ")
-    return Accelerators(kind, int(count), hip == "1")
+    return Accelerators(kind, int(count), hip == "True")
 
 
 def confined(ids: Sequence[int], found: Accelerators, environ: Mapping[str, str]) -> dict[str, str]:
