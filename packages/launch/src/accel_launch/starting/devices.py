@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from accel_launch.errors import LaunchError
@@ -51,8 +51,7 @@ def find_accelerators() -> Accelerators:
 
 def find_accelerators_elsewhere() -> Accelerators:
     """Asks torch in another process: a driver reads once which devices a process sees, and that is to change in this one."""
-    imports = "from dataclasses import astuple; from accel_launch.starting.devices import find_accelerators"
-    program = [sys.executable, "-c", f"{imports}; print(*astuple(find_accelerators()))"]
+    program = [sys.executable, "-m", __name__]
     printed = subprocess.run(program, check=True, stdout=subprocess.PIPE, text=True).stdout
     kind, count, hip = printed.splitlines()[-1].split(" ")
     return Accelerators(kind, int(count), hip == "True")
@@ -122,3 +121,7 @@ def _quota(cgroups: Path) -> float | None:
         if quota not in {"max", "-1"}:
             return int(quota) / int(period[0])
     return None
+
+
+if __name__ == "__main__":
+    print(*astuple(find_accelerators()))  # noqa: T201  (what `find_accelerators_elsewhere` reads)
