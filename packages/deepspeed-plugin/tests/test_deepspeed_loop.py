@@ -118,3 +118,20 @@ def test_joining_is_refused_with_what_to_do(ranks, stage):
     for rank in ranks:
         assert "which cannot join, as models do that prepare() returns under the strategy 'ddp'" in rank[stage][4]
         assert "even_batches=True" in rank[stage][4]
+
+
+def trains_in_windows_of_its_own():
+    """As transformers' Trainer does."""
+    config = {"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": 2}
+    accelerator = Accelerator(strategy=DeepSpeed(config=config), cpu=True)
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    for value in (1.0, 3.0):
+        accelerator.backward(model(torch.tensor([[value]])).sum() / 2, scale_wrt_gas=False)
+    optimizer.step()
+    return [value.item() for value in accelerator.get_state_dict(model).values()]  # of the main process
+
+
+def test_a_loop_that_divides_by_its_own_steps_may_have_any_in_the_configuration():
+    assert run_ranks(trains_in_windows_of_its_own, 2, timeout=120)[0] == [-2.0]

@@ -326,7 +326,8 @@ class Accelerator(ParallelRanks, accel_core.Accelerator):
 
     def backward(self, loss: torch.Tensor, learning_rate: float | None = None, **kwargs: Any) -> None:
         """Replaces `loss.backward()`: see `accel_core.Accelerator.backward`."""
-        kwargs.pop("scale_wrt_gas", None)  # of DeepSpeed's engine, which leaves the scaling to windows here
+        if self.distributed_type != DistributedType.DEEPSPEED:
+            kwargs.pop("scale_wrt_gas", None)  # for DeepSpeed's engine
         super().backward(loss, learning_rate, **kwargs)
 
     # ---- runs

@@ -200,7 +200,12 @@ class DeepSpeed(OlderAttributes, Strategy):
 
     @hookimpl
     def backward(self, loss: torch.Tensor, weight: float, options: dict[str, Any]) -> None:
-        """Runs the backward, and the engines of all models through which the loss came."""
+        """Runs the backward, and the engines of all models through which the loss came.
+
+        `scale_wrt_gas=False` among the options says that the caller has divided the loss by its own steps.
+        """
+        if not options.pop("scale_wrt_gas", True):
+            self._asked_steps = None
         if self._asked_steps is not None:
             self._check_accumulation(weight)
         engines = live_engines()
