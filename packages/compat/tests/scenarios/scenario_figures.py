@@ -13,8 +13,9 @@ SHARDED = 1e-5
 SHARDED_BF16 = 5e-3
 """FSDP computes and reduces in bfloat16, of which one unit of the last place is 0.4 %; DDP reduces gradients of float32 weights."""
 
-CAST_BF16 = 5e-3
-"""Over DeepSpeed the peer casts whole models to bfloat16; here norms and losses stay float32, as under every strategy."""
+CAST_BF16 = 1e-2
+"""The peer leaves casts to DeepSpeed, and here they are the precision's. In one process norms of gradients differ by up to 0.6 % in 22 steps,
+losses by 0.07 %; the peer's own figures under DDP and ZeRO differ by 3.9 % and 0.18 %."""
 
 
 def tolerance(scenario: str) -> float:
