@@ -153,7 +153,7 @@ class Accelerator(ParallelRanks, accel_core.Accelerator):
         if parallel is not None and not AcceleratorState._shared_state:
             mesh = parallel.get_device_mesh(self.device.type)
         self.state = AcceleratorState(
-            accel_core.Accelerator.mixed_precision.__get__(self),  # type: ignore[attr-defined]
+            self.mixed_precision,
             cpu,
             dynamo_plugin=dynamo,
             **vars(plugins),
@@ -164,6 +164,11 @@ class Accelerator(ParallelRanks, accel_core.Accelerator):
         self.native_amp = self.mixed_precision != "no"
 
     # ---- options that scripts read and assign
+
+    @property
+    def mixed_precision(self) -> str:  # type: ignore[override]
+        """The name of the precision as scripts compare it, of an object too: "bf16", say; "no" for full precision."""
+        return str(accel_core.Accelerator.mixed_precision.__get__(self)).lower()  # type: ignore[attr-defined]
 
     @property  # type: ignore[override]  # it may be assigned, and is no option object of the core's
     def dataloader_config(self) -> DataLoaderConfiguration:

@@ -23,6 +23,8 @@ from torch.distributed.fsdp.wrap import (
 )
 
 from accel_fsdp import FSDP
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from accelerate.utils import FullyShardedDataParallelPlugin as Plugin
 
 
@@ -163,3 +165,17 @@ def test_what_memory_cannot_be_saved_by_is_said(caplog):
     assert "activation_checkpointing_offload has no effect" in caplog.text
     with pytest.raises(ValueError, match="takes activation_checkpointing=True"):
         Plugin(fsdp_version=2, activation_checkpointing_offload=True)
+
+
+def test_a_policy_of_its_own_is_the_precision_of_the_run():
+    plugin = Plugin(fsdp_version=2, mixed_precision_policy="bf16")
+    with pytest.raises(ValueError, match=r"mixed_precision='fp16' and a plugin .* give mixed_precision='bf16'"):
+        Accelerator(cpu=True, mixed_precision="fp16", fsdp_plugin=plugin)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    assert accelerator.mixed_precision == "bf16"
+    model = accelerator.prepare(nn.Linear(2, 1))
+    with accelerator.autocast():
+        assert model(torch.ones(1, 2)).dtype is not torch.float16
+        assert torch.mm(torch.ones(1, 1), torch.ones(1, 1)).dtype is torch.bfloat16
+    accelerator.end_training()
