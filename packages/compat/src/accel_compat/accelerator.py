@@ -13,8 +13,6 @@ import torch
 from torch import nn
 
 import accel_core
-from accel_big_model import get_state_dict_offloaded_model, has_offloaded_params
-from accel_checkpoint import write_weights
 from accel_compat import arguments, checkpoints, metrics, tracking
 from accel_compat.loaders import skip_first_batches
 from accel_compat.optimizer import answering as answering_optimizer
@@ -275,22 +273,6 @@ class Accelerator(ParallelRanks, accel_core.Accelerator):
         twin = copy.copy(compiled)
         twin._orig_mod = inner
         return twin
-
-    def save_model(
-        self,
-        model: nn.Module,
-        save_directory: str | os.PathLike[str],
-        max_shard_size: int | str = "10GB",
-        safe_serialization: bool = True,
-    ) -> None:
-        """Writes a model's weights as plain files, offloaded ones too: see `accel_core.Accelerator.save_model`."""
-        if not any(has_offloaded_params(module) for module in model.modules()):
-            super().save_model(model, save_directory, max_shard_size, safe_serialization)
-            return
-        if self.is_main_process:
-            state = get_state_dict_offloaded_model(self.unwrap_model(model))
-            write_weights(state, save_directory, max_shard_size, safe_serialization)
-        self.wait_for_everyone()
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Has the user's objects saved and restored."""

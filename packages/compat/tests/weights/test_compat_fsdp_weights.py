@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from accel_core import CheckpointError
 from accel_testing import run_ranks
 
 
@@ -100,3 +101,23 @@ def test_a_folder_of_parts_is_merged(tmp_path):
     merged = load_state_dict(tmp_path / "merged" / "model.safetensors")
     assert {name: tensor.tolist() for name, tensor in merged.items()} == before[0]
     assert not (Path(tmp_path) / "pytorch_model_fsdp_0").exists()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process writes, without a group
+def test_a_folder_without_a_model_or_with_a_part_of_one_is_refused(tmp_path, monkeypatch):
+    from torch.distributed import checkpoint
+
+    from accel_compat.checkpoints import distributed_files
+    from accelerate.utils import merge_fsdp_weights
+
+    checkpoint.save({"optimizer": {"w": torch.ones(2)}}, checkpoint_id=tmp_path / "other", no_dist=True)
+    with pytest.raises(ValueError, match="other has no weights of a model"):
+        merge_fsdp_weights(tmp_path / "other", tmp_path / "merged")
+    checkpoint.save({"model": {"w": torch.ones(2)}}, checkpoint_id=tmp_path / "part", no_dist=True)
+    stored = distributed_files._stored
+    monkeypatch.setattr(
+        distributed_files, "_stored", lambda *given: [each._replace(shape=(4,)) for each in stored(*given)]
+    )
+    with pytest.raises(CheckpointError, match=r"part was to be read, but it has only a part of \('w',\)"):
+        merge_fsdp_weights(tmp_path / "part", tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()

@@ -67,13 +67,17 @@ def plain_values(path: Path, root: str) -> dict[Keys, Any]:
 def whole_state(path: Path, root: str) -> dict[str, Any]:
     """All below `root`, nested as it was saved, with whole tensors in main memory."""
     found: dict[Keys, Any] = {}
+    filled: dict[Keys, int] = {}
     for each in _stored(path, root):
         value = _read(each)
         if each.box is None or not each.shape:
             found[each.keys] = value
             continue
+        filled[each.keys] = filled.get(each.keys, 0) + value.numel()
         whole = found.setdefault(each.keys, torch.empty(each.shape, dtype=value.dtype))
         whole[tuple(slice(at, at + size) for at, size in zip(each.box.offsets, each.box.sizes, strict=True))] = value
+    if partial_ones := [keys for keys, count in filled.items() if count != found[keys].numel()]:
+        raise CheckpointError(f"{path} was to be read, but it has only a part of {partial_ones[0]}. Copy it again.")
     nested: dict[Any, Any] = {}
     for (*outer, last), value in found.items():
         inner = nested
