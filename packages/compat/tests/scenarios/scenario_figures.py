@@ -9,20 +9,19 @@ from typing import Any
 EQUAL = 1e-6
 """Of the larger one, for figures of the same operations in the same order."""
 SHARDED = 1e-5
-"""Gradients are summed over shards, not over a whole model's buckets: another order of the same float32 numbers, step after step."""
+"""Gradients are summed over shards, not over the buckets of a whole model: another order of the same float32 numbers, step after step."""
 SHARDED_BF16 = 5e-3
 """FSDP computes and reduces in bfloat16, of which one unit of the last place is 0.4 %; DDP reduces gradients of float32 weights."""
 
-CAST_BF16 = 1e-2
-"""The peer leaves casts to DeepSpeed, and here they are the precision's. In one process norms of gradients differ by up to 0.6 % in 22 steps,
-losses by 0.07 %; the peer's own figures under DDP and ZeRO differ by 3.9 % and 0.18 %."""
+CLIPPED_BF16 = 2e-3
+"""Norms of gradients may differ in the last place, for they are summed in another order. Another factor of clipping rounds weights
+to the other neighbour now and then. Without clipping the figures are equal."""
 
 
 def tolerance(scenario: str) -> float:
-    if scenario.startswith("zero2"):
-        return CAST_BF16 if scenario.endswith("bf16") else SHARDED
     if "fsdp" not in scenario:
-        return EQUAL
+        clipped = scenario.startswith("zero2") and scenario.endswith("bf16") and "unclipped" not in scenario
+        return CLIPPED_BF16 if clipped else EQUAL
     return SHARDED_BF16 if scenario.endswith("bf16") else SHARDED
 
 

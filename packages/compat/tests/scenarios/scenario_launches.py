@@ -38,7 +38,7 @@ def engine(name: str) -> tuple[str, ...]:
 
 PEER = [
     *(Launch(world, "trainer", (*engine("ddp"), "unbroken/ddp")) for world in (1, 2)),
-    *(Launch(world, "trainer", engine("zero2")) for world in (1, 2)),
+    *(Launch(world, "trainer", (*engine("zero2"), "zero2/unclipped/bf16")) for world in (1, 2)),
     *(Launch(world, "libraries", ("lora", "sft", "dpo")) for world in (1, 2)),
     *(Launch(world, "diffusion", (shape,)) for world in (1, 2) for shape in ("unconditional", "text_to_image")),
     Launch(1, "device_map", ("device_map",)),

@@ -18,8 +18,8 @@ from scenario_report import losses_of, quiet, report
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments, set_seed
 
-WINDOWS = {"plain": 1, "window": 4}
-"""Steps of accumulation: in a world of one or two, an epoch of `ROWS` ends in a shorter window."""
+WINDOWS = {"plain": 1, "window": 4, "unclipped": 1}
+"""Steps of accumulation: in a world of one or two, an epoch of `ROWS` ends in a shorter window. Gradients are clipped, but in the last."""
 ROWS, BATCH = 44, 4
 ZERO = {
     "train_batch_size": "auto",
@@ -96,6 +96,7 @@ def arguments(folder: Path, scenario: str, **changes: Any) -> TrainingArguments:
         "seed": 7,
         "bf16": precision == "bf16",
         "gradient_accumulation_steps": WINDOWS[accumulation],
+        "max_grad_norm": 0.0 if accumulation == "unclipped" else 1.0,
     }
     return TrainingArguments(**given | engines[engine] | changes)
 

@@ -15,9 +15,9 @@ ALWAYS = [
     Launch(2, "trainer", ("ddp/window/fp32", "fsdp/window/fp32", "fsdp/plain/bf16")),
 ]
 ENGINES = [
-    Launch(world, "trainer", tuple(f"{engine}/{each}" for each in GRID))
+    Launch(world, "trainer", tuple(f"{engine}/{each}" for each in (*GRID, *more)))
     for world in (1, 2)
-    for engine in ("ddp", "fsdp", "zero2")
+    for engine, more in (("ddp", ()), ("fsdp", ()), ("zero2", ("unclipped/bf16",)))
 ]
 
 

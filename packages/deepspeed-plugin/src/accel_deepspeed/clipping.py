@@ -1,9 +1,9 @@
-"""The norm of gradients of which each rank has parts, and clipping by it."""
+"""The norm of gradients of which each rank has parts, and scaling by it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,24 +15,23 @@ if TYPE_CHECKING:
     from accel_core import World
 
 _EPSILON = 1e-6  # as in torch.nn.utils.clip_grads_with_norm_
+_ROW = 1024  # elements that are summed up in single precision: over 10^8 of them a norm on a CPU is 1 % off
 
 
 @torch.no_grad()
-def clip(
+def joint_norm(
     parts: Sequence[torch.Tensor],
     whole: Sequence[torch.Tensor],
-    max_norm: float,
     norm_type: float,
     device: torch.device,
     group: ProcessGroup | None,
     note: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales gradients in place so that their joint norm is at most `max_norm`. A collective.
+    """The norm of all gradients. A collective.
 
     Args:
         parts: what this rank has of gradients that are shared out, each element on one rank.
         whole: gradients that are the same on all ranks.
-        max_norm: infinite: nothing is scaled.
         norm_type: 2 is the Euclidean norm, `inf` the largest element; any positive number is
             possible.
         device: on which ranks communicate.
@@ -40,8 +39,8 @@ def clip(
         note: a number that the ranks tell each other on the way; its last 52 bits.
 
     Returns:
-        The norm before, 0-d, in single precision; and what was gathered: for each rank the power of
-        its parts, and its note.
+        The norm, 0-d, in single precision; and what was gathered: for each rank the power of its
+        parts, and its note.
 
     Raises:
         ValueError: for a `norm_type` that is not positive.
@@ -55,15 +54,22 @@ def clip(
     powers = gathered[:, 0]
     if whole:
         powers = torch.cat([powers, power(whole, norm_type, device).view(1)])
-    norm = (powers.max() if math.isinf(norm_type) else powers.sum() ** (1.0 / norm_type)).float()
-    if not math.isinf(max_norm):
-        factor = torch.clamp(max_norm / (norm + _EPSILON), max=1.0)
-        by_device: dict[torch.device, list[torch.Tensor]] = {}
-        for gradient in (*parts, *whole):
-            by_device.setdefault(gradient.device, []).append(gradient)
-        for place, gradients in by_device.items():
-            torch._foreach_mul_(gradients, factor.to(place))
-    return norm, gathered
+    return (powers.max() if math.isinf(norm_type) else powers.sum() ** (1.0 / norm_type)).float(), gathered
+
+
+def factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """By what gradients of a norm are to be multiplied, so that it is at most `max_norm`; 0-d."""
+    return 1.0 / torch.clamp((norm + _EPSILON) / max_norm, min=1.0)
+
+
+@torch.no_grad()
+def scale(gradients: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiplies gradients in place."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        by_device.setdefault(gradient.device, []).append(gradient)
+    for place, those in by_device.items():
+        torch._foreach_mul_(those, factor.to(place))
 
 
 def gather(power: torch.Tensor, note: int, group: ProcessGroup | None) -> torch.Tensor:
@@ -88,10 +94,15 @@ def group_of(world: World) -> ProcessGroup | None:
 
 def power(gradients: Sequence[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
     """The sum of the powers of all elements, in double precision; or the largest."""
-    filled = [gradient for gradient in gradients if gradient.numel()]
-    if not filled:
+    norms = [norm.to(device) for gradient in gradients for norm in _norms_of_rows(gradient, norm_type)]
+    if not norms:
         return torch.zeros((), dtype=torch.float64, device=device)
-    norms = torch.stack(
-        [norm.to(device) for norm in torch._foreach_norm(filled, norm_type, dtype=torch.float32)]
-    ).double()
-    return norms.max() if math.isinf(norm_type) else norms.pow(norm_type).sum()
+    joined = torch.cat(norms).double()
+    return joined.max() if math.isinf(norm_type) else joined.pow(norm_type).sum()
+
+
+def _norms_of_rows(gradient: torch.Tensor, norm_type: float) -> Iterator[torch.Tensor]:
+    flat, rest = gradient.reshape(-1), gradient.numel() % _ROW
+    for rows in (flat[: flat.numel() - rest].view(-1, _ROW), flat[flat.numel() - rest :].view(1, -1)):
+        if rows.numel():
+            yield torch.linalg.vector_norm(rows, norm_type, dim=1, dtype=torch.float32)

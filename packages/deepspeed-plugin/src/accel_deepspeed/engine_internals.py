@@ -50,12 +50,16 @@ class Partitions:
         on_ready: is called when a gradient is complete, before anything is done with it.
         used: stands for the parameters that backwards have met since the last step, in their order;
             0 where ranks may use different ones.
+        factor: by what the next step multiplies gradients, when it has them in the precision of
+            the masters: in a lower one, each would be rounded once more.
     """
 
     def __init__(self, optimizer: Any, parameters: Iterable[nn.Parameter]) -> None:
         self.zero = optimizer
         self.used = 0
+        self.factor: torch.Tensor | None = None
         self.on_ready: Callable[[], None] = _nothing
+        self._unscale, self.zero.unscale_and_clip_grads = self.zero.unscale_and_clip_grads, self._scale
         self._ready: set[int] = set()
         self._sent = 0
         self._order: list[tuple[nn.Parameter, int]] = []
@@ -82,6 +86,17 @@ class Partitions:
         parameter, group = self._order[self._sent]
         self._sent += 1
         self._process(parameter, group)
+
+    def _scale(self, found: Any, norm: Any) -> None:
+        """In the place of DeepSpeed's own, which its step calls for each group."""
+        self._unscale(found, norm)
+        if self.factor is not None:
+            for flat in self._flat(found):
+                flat.mul_(self.factor.to(flat.device))
+
+    def _flat(self, gradients: Any) -> Iterable[torch.Tensor]:
+        found: Iterable[torch.Tensor] = gradients
+        return found
 
     @property
     def offloads(self) -> bool:
@@ -224,6 +239,9 @@ class ShardedPartitions(Partitions):
                 group, offset, _ = self.zero.grad_position[self.zero.get_param_id(parameter)]
                 start, numel = shard_of(parameter)
                 yield parameter, Fragment(group, offset, start, numel)
+
+    def _flat(self, gradients: int) -> Iterable[torch.Tensor]:
+        return [self.masters[gradients].grad]  # type: ignore[list-item]
 
     def join_memory(self) -> None:
         """Has masters lie in the memory of parameters, where they are the same.

@@ -174,7 +174,23 @@ class ModelEngine:
 
     def gradients(self) -> Sequence[torch.Tensor]:
         """This rank's averaged gradients, flat and live; none before a backward synchronised."""
-        return self._partitions.gradients() if self.has_gradients and self._partitions is not None else ()
+        if not self.has_gradients or self._partitions is None:
+            return ()
+        found, factor = self._partitions.gradients(), self._partitions.factor
+        if factor is not None:
+            clipping.scale(found, factor)
+            self._partitions.factor = None
+        return found
+
+    def scale_in_step(self, factor: torch.Tensor) -> bool:
+        """Has the step scale gradients, if only it has them in the precision of the masters."""
+        partitions = self._partitions
+        if partitions is None or all(
+            g.dtype == m.dtype for g, m in zip(self.gradients(), partitions.masters, strict=True)
+        ):
+            return False
+        partitions.factor = factor
+        return True
 
     @property
     def used(self) -> int:
@@ -216,7 +232,7 @@ class ModelEngine:
             parameter.grad = None
         if self._partitions is not None:
             self._partitions.drop()
-            self._partitions.used = 0
+            self._partitions.used, self._partitions.factor = 0, None
         self.has_gradients = self.holds_back = False
 
     def master(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -251,7 +267,7 @@ class ModelEngine:
             self._compare(self._partitions)
         optimizer_double.copy_options(self._sources, self._partitions.inner)
         self.engine.step()
-        self.has_gradients = False
+        self.has_gradients, self._partitions.factor = False, None
         if not self._linked:
             self.link_state()
         return bool(self.engine.was_step_applied())

@@ -259,9 +259,14 @@ class DeepSpeed(OlderAttributes, Strategy):
         clipped = [engine for engine in engines if engine.has_gradients and engine.fragments.keys() <= own.keys()]
         note = hash(tuple(engine.used for engine in clipped))
         with self._world.collective("clip_grad_norm_()"):
-            norm, gathered = clipping.clip(parts, whole, max_norm, norm_type, self._world.device, self._group, note)
+            norm, gathered = clipping.joint_norm(parts, whole, norm_type, self._world.device, self._group, note)
         for engine in clipped:
             engine.gathered = gathered
+        if not math.isinf(max_norm):
+            factor = clipping.factor(norm, max_norm)
+            later = [engine for engine in clipped if engine.scale_in_step(factor)]
+            now = [part for engine in engines if engine not in later for part in engine.sent_gradients(own)]
+            clipping.scale([*now, *whole], factor)
         return norm
 
     @hookimpl
