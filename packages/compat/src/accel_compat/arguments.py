@@ -144,6 +144,26 @@ def handlers_by_attribute(handlers: Iterable[Any] | None) -> dict[str, Any]:
     return found
 
 
+def complete_fp8_recipe(handlers: dict[str, Any], precision: Any) -> None:
+    """Adds the recipe of fp8 that the environment describes, where none was given; torchao's, if it says nothing.
+
+    Raises `ValueError` for a recipe that was given with another precision.
+    """
+    given = next((handlers[name] for name in handlers if "recipe_handler" in name and handlers[name] is not None), None)
+    if given is not None and precision in ("no", "fp16", "bf16"):
+        raise ValueError(
+            f"{type(given).__name__} was given with mixed_precision={precision!r}. Write mixed_precision='fp8', or leave it out."
+        )
+    if given is None and precision == "fp8":
+        backend = os.environ.get("ACCELERATE_FP8_BACKEND", "NO").upper()
+        kind = {"NO": AORecipeKwargs, "AO": AORecipeKwargs, "TE": TERecipeKwargs, "MSAMP": MSAMPRecipeKwargs}.get(
+            backend
+        )
+        if kind is None:
+            raise ValueError(f"ACCELERATE_FP8_BACKEND is {backend!r}: expected AO or TE.")
+        handlers[HANDLERS[kind]] = kind()
+
+
 def handlers_in_use(
     handlers: Mapping[str, Any], strategy: accel_core.Strategy | None, precision: Any, world_size: int
 ) -> list[accel_core.KwargsHandler]:
@@ -160,7 +180,9 @@ def handlers_in_use(
         "msamp_recipe_handler": name == "fp8",
     }
     used = [handler for attribute, handler in handlers.items() if handler is not None and taken.get(attribute, True)]
-    return [made for handler in used if (made := _ours(handler)) is not None]
+    shards = strategy is not None and not strategy.replicates_parameters
+    made = [each.ours(shards) if isinstance(each, AORecipeKwargs) else _ours(each) for each in used]
+    return [each for each in made if each is not None]
 
 
 def loaders_of(config: DataLoaderConfiguration, rng_types: Sequence[Any] | None) -> Loaders:

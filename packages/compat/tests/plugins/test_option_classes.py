@@ -11,6 +11,7 @@ import torch
 import accel_core
 import accel_data
 import accel_precision
+from accel_compat.arguments import complete_fp8_recipe, handlers_by_attribute
 from accel_core import NotInstalledError
 from accelerate.utils import (
     AORecipeKwargs,
@@ -165,3 +166,16 @@ def test_every_option_class_is_a_dataclass():
     made = [kind for kind in kinds if hasattr(kind, "ours")]
     assert len(made) > 15
     assert all(is_dataclass(kind) and (fields(kind) or kind is KwargsHandler) for kind in made)
+
+
+def test_a_recipe_of_fp8_with_another_precision_is_refused():
+    with pytest.raises(
+        ValueError, match=r"AORecipeKwargs was given with mixed_precision='bf16'\. Write mixed_precision='fp8'"
+    ):
+        complete_fp8_recipe(handlers_by_attribute([AORecipeKwargs()]), "bf16")
+
+
+def test_an_unknown_library_of_fp8_is_refused(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "other")
+    with pytest.raises(ValueError, match="ACCELERATE_FP8_BACKEND is 'OTHER': expected AO or TE"):
+        complete_fp8_recipe(handlers_by_attribute(None), "fp8")

@@ -73,3 +73,13 @@ def test_the_state_of_gradients_is_that_of_the_newest_accelerator():
     GradientState._reset_state()
     assert GradientState().sync_gradients
     assert GradientState().num_steps == 1
+
+
+def test_states_print_what_scripts_look_for():
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    lines = repr(accelerator.state).splitlines()
+    assert lines[:5] == [
+        "Distributed environment: DistributedType.NO", "Num processes: 1", "Process index: 0", "Local process index: 0", "Device: cpu"
+    ]  # fmt: skip
+    assert lines[-1] == "Mixed precision type: bf16"
+    assert repr(PartialState()).splitlines() == lines[:5]

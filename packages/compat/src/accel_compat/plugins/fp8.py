@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -46,9 +46,10 @@ class AORecipeKwargs(KwargsHandler):
             pad_inner_dim=self.pad_inner_dim, enable_fsdp_float8_all_gather=self.enable_fsdp_float8_all_gather
         )
 
-    def ours(self) -> accel_precision.AORecipeKwargs:
-        """Our recipe for torchao."""
-        return accel_precision.AORecipeKwargs(config=self.config, module_filter_func=self.module_filter_func)
+    def ours(self, shards: bool = True) -> accel_precision.AORecipeKwargs:
+        """Our recipe for torchao; without shards nothing is gathered, and a configuration may say so all the same."""
+        config = self.config if shards else replace(self.config, enable_fsdp_float8_all_gather=False)
+        return accel_precision.AORecipeKwargs(config=config, module_filter_func=self.module_filter_func)
 
 
 @dataclass

@@ -112,6 +112,11 @@ class AcceleratorState(PartialState):
                 f"Accelerator() of the process, or call AcceleratorState._reset_state() before."
             )
 
+    def __repr__(self) -> str:
+        plugin = self.deepspeed_plugin
+        config = "" if plugin is None else f"ds_config: {plugin.deepspeed_config}\n"
+        return f"{PartialState.__repr__(self)}\nMixed precision type: {self.mixed_precision}\n{config}"
+
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
         """Forgets the set-up, and the processes too where that is asked for."""

@@ -83,6 +83,13 @@ class PartialState(accel_core.PartialState):
         """Forgets the state; process groups go on."""
         PartialState._shared_state.clear()
 
+    def __repr__(self) -> str:
+        backend = f"  Backend: {self.backend}" if self.backend else ""
+        return (
+            f"Distributed environment: DistributedType.{self.distributed_type.name}{backend}\nNum processes: {self.num_processes}\n"
+            f"Process index: {self.process_index}\nLocal process index: {self.local_process_index}\nDevice: {self.device}\n"
+        )
+
     def destroy_process_group(self, group: Any = None) -> None:
         """Ends one process group of torch, or that of this run. Collective."""
         if group is not None:
