@@ -90,7 +90,6 @@ class Accelerator(ParallelRanks, accel_core.Accelerator):
         cpu = bool(cpu or outside.cpu or PartialState._shared_state.get("_cpu"))
         processes = PartialState(cpu, **({} if init is None else init.ours().to_kwargs()))
         precision = arguments.precision_of(mixed_precision, outside, fsdp_plugin)
-        arguments.complete_fp8_recipe(handlers, precision)
         if AcceleratorState._shared_state and mixed_precision is not None:
             AcceleratorState(precision, cpu)  # which refuses another one
         own = arguments.plugins_of(

@@ -165,9 +165,10 @@ def complete_fp8_recipe(handlers: dict[str, Any], precision: Any) -> None:
 
 
 def handlers_in_use(
-    handlers: Mapping[str, Any], strategy: accel_core.Strategy | None, precision: Any, world_size: int
+    handlers: dict[str, Any], strategy: accel_core.Strategy | None, precision: Any, world_size: int
 ) -> list[accel_core.KwargsHandler]:
-    """Our objects for those that something takes; others have no effect, and are left out."""
+    """Our objects for those that something takes; others have no effect, and are left out. A recipe of fp8 is added to `handlers`."""
+    complete_fp8_recipe(handlers, precision)
     name = precision if isinstance(precision, str) else ""
     taken = {
         "ddp_handler": strategy is None and world_size > 1 and given_outside(variable_of("strategy")) is None,

@@ -19,6 +19,8 @@ from accel_checkpoint import write_weights
 from accel_compat.checkpoints.distributed_files import whole_state
 from accel_compat.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 from accel_compat.plugins.fsdp import RAM_EFFICIENT, FullyShardedDataParallelPlugin
+from accel_core import World
+from accel_core.api.checkpoint import on_each_rank
 
 if TYPE_CHECKING:
     from torch import nn
@@ -200,10 +202,15 @@ def _write(accelerator: Any, kind: str, state: dict[str, Any], place: Path, *, u
 
 
 def _read(accelerator: Any, kind: str, place: Path, *, use_dcp: bool) -> dict[str, Any]:
-    if place.suffix != ".bin" and not use_dcp:
-        return torch.load(_of_rank(place, accelerator), weights_only=True)  # type: ignore[no-any-return]
-    if accelerator.process_index != 0:
-        return {}
-    if place.suffix == ".bin":
-        return torch.load(place, weights_only=True, map_location="cpu")  # type: ignore[no-any-return]
-    return whole_state(place, kind)
+    """What this rank reads; an error of one is an error of all."""
+
+    def read() -> dict[str, Any]:
+        if place.suffix != ".bin" and not use_dcp:
+            return torch.load(_of_rank(place, accelerator), weights_only=True)  # type: ignore[no-any-return]
+        if accelerator.process_index != 0:
+            return {}
+        if place.suffix == ".bin":
+            return torch.load(place, weights_only=True, map_location="cpu")  # type: ignore[no-any-return]
+        return whole_state(place, kind)
+
+    return on_each_rank(World.current(), f"for all ranks to have read the {kind}", read)

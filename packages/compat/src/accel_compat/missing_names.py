@@ -34,7 +34,7 @@ _GROUPS: Mapping[str, str] = {
         SAGEMAKER_TRANSFORMERS_VERSION get_sagemaker_input prepare_sagemager_args_inputs sagemaker_launcher""",
     _TPU: "install_xla prepare_tpu tpu_command_launcher tpu_command_parser tpu_launcher tpu_pod_launcher",
     _PIPELINE: "build_pipeline find_pippy_batch_size generate_device_map pippy_forward prepare_pippy",
-    _LAUNCHER: """CustomArgumentGroup CustomHelpFormatter PrepareForLaunch TORCH_LAUNCH_PARAMS clean_option deepspeed_launcher
+    _LAUNCHER: """CustomArgumentGroup CustomHelpFormatter TORCH_LAUNCH_PARAMS clean_option deepspeed_launcher
         env_var_path_add multi_gpu_launcher prepare_deepspeed_cmd_env prepare_extend_env_parallelism_config
         prepare_multi_gpu_env prepare_simple_launcher_cmd_env setup_fp8_env simple_launcher test_launch""",
     _CONFIG: """DYNAMO_BACKENDS SubcommandHelpFormatter config_command_parser default_command_parser get_cluster_input

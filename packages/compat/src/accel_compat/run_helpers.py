@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from typing import IO, TYPE_CHECKING, Any, cast
 
 import torch
 
 from accel_compat.availability import is_tqdm_available
 from accel_compat.small_helpers import clean_state_dict_for_safetensors
-from accel_core import NotInstalledError, PartialState
+from accel_core import DistributedType, NotInstalledError, PartialState
 
 if TYPE_CHECKING:
-    import os
+    from collections.abc import Callable
 
     File = str | os.PathLike[str] | IO[bytes]
 
@@ -68,3 +69,22 @@ def load(f: File, map_location: Any = None, *, weights_only: bool = True, **kwar
         )
     with torch.serialization.safe_globals(list_safe_globals()):
         return torch.load(f, map_location=map_location, weights_only=True, **kwargs)
+
+
+class PrepareForLaunch:
+    """A function for `torch.multiprocessing`, which calls it with the index of a process on this machine.
+
+    It sets `RANK` and `LOCAL_RANK` from that, `NPROC` and `NODE_RANK`, and calls `launcher` with the other arguments; the other
+    variables of a group are the caller's, as by `patch_environment(world_size=..., master_addr=..., master_port=...)`.
+    """
+
+    def __init__(self, launcher: Callable[..., Any], distributed_type: str = "NO", debug: bool = False) -> None:
+        self.launcher, self.distributed_type = launcher, DistributedType(str(distributed_type).upper())
+        self.debug = debug  # about a store in a file, which is not needed here
+
+    def __call__(self, index: int, *args: Any) -> None:
+        """Runs the function as this process."""
+        machine, processes = int(os.environ.get("NODE_RANK", "0")), int(os.environ.get("NPROC", "1"))
+        os.environ.update({"LOCAL_RANK": str(index), "RANK": str(processes * machine + index), "FORK_LAUNCHED": "1"})
+        os.environ.setdefault("LOCAL_WORLD_SIZE", str(processes))
+        self.launcher(*args)

@@ -12,25 +12,34 @@ from accel_compat.missing_names import ADVICE, MODULES
 LINES = (Path(__file__).parent / "public_names.txt").read_text(encoding="ascii").splitlines()
 MODULES_OF = {name: modules for name, *modules in map(str.split, LINES)}
 
-# Of its examples: complete and simple ones, by_feature/, inference/, and those for FSDP, DeepSpeed, fp8 and parallelism.
+# What its examples import, and its documentation. Those of pipelines and Megatron-LM are missing, and say what to use.
 EXAMPLES = {
     "accelerate": """Accelerator AutocastKwargs DDPCommunicationHookType DataLoaderConfiguration DeepSpeedPlugin
         DistributedDataParallelKwargs DistributedType FullyShardedDataParallelPlugin GradScalerKwargs InitProcessGroupKwargs
-        ParallelismConfig PartialState ProfileKwargs debug_launcher dispatch_model infer_auto_device_map init_empty_weights
-        load_checkpoint_and_dispatch notebook_launcher skip_first_batches""",
+        ParallelismConfig PartialState ProfileKwargs __version__ debug_launcher dispatch_model infer_auto_device_map
+        init_empty_weights load_checkpoint_and_dispatch notebook_launcher skip_first_batches""",
     "accelerate.local_sgd": "LocalSGD",
     "accelerate.logging": "get_logger",
+    "accelerate.parallelism_config": "ParallelismConfig",
     "accelerate.state": "AcceleratorState GradientState PartialState",
-    "accelerate.utils": """AORecipeKwargs BnbQuantizationConfig DataLoaderConfiguration DeepSpeedPlugin
+    "accelerate.utils": """AORecipeKwargs BnbQuantizationConfig DDPCommunicationHookType DataLoaderConfiguration DeepSpeedPlugin
         DeepSpeedSequenceParallelConfig DistributedDataParallelKwargs DistributedType DummyOptim DummyScheduler
         FP8RecipeKwargs FullyShardedDataParallelPlugin GradientAccumulationPlugin InitProcessGroupKwargs LoggerType
-        MSAMPRecipeKwargs MegatronLMPlugin ProfileKwargs ProjectConfiguration TERecipeKwargs TorchContextParallelConfig
-        TorchDynamoPlugin TorchTensorParallelPlugin find_executable_batch_size gather_object get_active_deepspeed_plugin
-        is_hpu_available is_npu_available is_wandb_available is_xpu_available load_and_quantize_model merge_fsdp_weights
-        release_memory set_seed synchronize_rng_states tqdm write_basic_config""",
+        MSAMPRecipeKwargs MegatronLMPlugin ParallelismConfig PrepareForLaunch ProfileKwargs ProjectConfiguration TERecipeKwargs
+        TorchContextParallelConfig TorchDynamoPlugin TorchTensorParallelPlugin find_executable_batch_size gather_object
+        get_active_deepspeed_plugin is_hpu_available is_npu_available is_schedulefree_available is_wandb_available
+        is_xpu_available load_and_quantize_model merge_fsdp_weights patch_environment release_memory set_seed
+        synchronize_rng_states tqdm write_basic_config""",
+    "accelerate.utils.dataclasses": "DeepSpeedSequenceParallelConfig",
     "accelerate.utils.memory": "find_executable_batch_size",
     "accelerate.utils.other": "is_compiled_module",
 }
+READ = """accumulate backward check_trigger clip_grad_norm_ device distributed_type end_training fp8_recipe_handler free_memory gather
+    gather_for_metrics get_state_dict gradient_accumulation_steps init_trackers is_local_main_process is_main_process load_state
+    local_main_process_first log main_process_first maybe_context_parallel mixed_precision num_processes parallelism_config prepare
+    print profile reduce save save_state set_trigger skip_first_batches state sync_gradients torch_device_mesh unwrap_model
+    use_distributed wait_for_everyone"""
+"""Of an Accelerator, by its examples."""
 
 
 def is_absent(module: str) -> bool:
@@ -79,6 +88,13 @@ def test_advice_names_nothing_that_does_not_exist():
 @pytest.mark.parametrize("module", EXAMPLES)
 def test_names_of_the_examples_are_importable(module):
     assert [name for name in EXAMPLES[module].split() if not has(module, name)] == []
+
+
+def test_an_accelerator_has_what_the_examples_read():
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    assert [name for name in READ.split() if not hasattr(accelerator, name)] == []
 
 
 def test_what_a_module_lists_is_there():

@@ -89,6 +89,30 @@ def test_what_was_written_is_read_on_two_ranks(tmp_path, kind, adapter_only, use
     assert sorted(path.name for path in tmp_path.iterdir()) == files
 
 
+def read_nothing(folder, use_dcp):
+    """What every rank says of files of which one is missing."""
+    from accelerate.utils import FullyShardedDataParallelPlugin, load_fsdp_model, save_fsdp_model
+
+    kind = "SHARDED_STATE_DICT" if not use_dcp else "FULL_STATE_DICT"
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=kind)
+    accelerator, model, _ = trained(0)
+    save_fsdp_model(plugin, accelerator, model, folder, use_dcp=use_dcp)
+    if accelerator.is_main_process:
+        next(path for path in sorted(Path(folder).iterdir())).unlink()
+    accelerator.wait_for_everyone()
+    with pytest.raises(OSError) as raised:
+        load_fsdp_model(plugin, accelerator, model, folder, use_dcp=use_dcp)
+    accelerator.wait_for_everyone()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("use_dcp", [True, False])
+def test_a_file_that_one_rank_cannot_read_is_an_error_of_all(tmp_path, use_dcp):
+    for said in run_ranks(read_nothing, 2, tmp_path, use_dcp):
+        assert "No such file" in said
+        assert "pytorch_model_fsdp" in said
+
+
 def test_a_folder_of_parts_is_merged(tmp_path):
     from accelerate.utils import merge_fsdp_weights
 

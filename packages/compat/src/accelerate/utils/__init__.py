@@ -153,6 +153,7 @@ from accelerate.utils.imports import (
     is_xpu_available,
     torchao_required,
 )
+from accelerate.utils.launch import PrepareForLaunch
 from accelerate.utils.memory import find_executable_batch_size, release_memory
 from accelerate.utils.modeling import (
     align_module_device,
@@ -250,7 +251,7 @@ __all__ = [
     "FP8RecipeKwargs", "FullyShardedDataParallelPlugin", "GatheredParameters", "GradScalerKwargs",
     "GradientAccumulationPlugin", "HfDeepSpeedConfig", "InitProcessGroupKwargs", "KwargsHandler", "LoggerType",
     "MITA_PROFILING_AVAILABLE_PYTORCH_VERSION", "MODEL_NAME", "MSAMPRecipeKwargs", "MegatronLMPlugin",
-    "OPTIMIZER_NAME", "OffloadedWeightsLoader", "PROFILE_PATTERN_NAME", "ParallelismConfig", "PrecisionType",
+    "OPTIMIZER_NAME", "OffloadedWeightsLoader", "PROFILE_PATTERN_NAME", "ParallelismConfig", "PrecisionType", "PrepareForLaunch",
     "PrefixedDataset", "ProfileKwargs", "ProjectConfiguration", "RNGType", "RNG_STATE_NAME", "SAFE_MODEL_NAME",
     "SAFE_WEIGHTS_INDEX_NAME", "SAFE_WEIGHTS_NAME", "SAFE_WEIGHTS_PATTERN_NAME", "SAMPLER_NAME", "SCALER_NAME",
     "SCHEDULER_NAME", "SageMakerDistributedType", "TERecipeKwargs", "TORCH_DISTRIBUTED_OPERATION_TYPES",
