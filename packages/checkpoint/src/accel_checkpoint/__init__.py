@@ -11,6 +11,7 @@ this order:
     codec/              Python objects as JSON and tensors
     files/              what lies on the disk, and how it is published: all of it, or nothing
     saving, background  the order of a save; one that is written behind
+    collective_steps    work that fails on all ranks, or on none
     reading, loading    what is compared before a load, and the order in which it restores
     inspection/         `accel checkpoint`, `python -m accel_core checkpoint`
     importing/          `accel checkpoint import`: checkpoints of other libraries, by importers
@@ -20,6 +21,7 @@ this order:
 from __future__ import annotations
 
 from accel_checkpoint.assembling import WeightGather, gather_entry
+from accel_checkpoint.collective_steps import everywhere, on_each_rank, on_main_rank
 from accel_checkpoint.component import NeutralCheckpoints
 from accel_checkpoint.importing.foreign import ForeignCheckpoint, ForeignOptimizer
 from accel_checkpoint.model_state import capture_model, elementwise_entry
@@ -42,9 +44,10 @@ from accel_checkpoint.weights.sources import stored_in
 
 __all__ = [
     "COUNTER", "ELEMENTWISE", "OF_THIS_PROCESS", "REPLICATED", "Exported", "ForeignCheckpoint", "ForeignOptimizer",
-    "NeutralCheckpoints", "WeightGather", "capture_model", "capture_optimizer", "check_moment", "elementwise_entry", "export_weights",
-    "gather_entry", "has_tensors", "is_known", "kind_of", "layouts_of", "list_misfits", "load_checkpoint_in_model", "load_weights",
-    "restore_optimizer", "stored_in", "write_weights",
+    "NeutralCheckpoints", "WeightGather", "capture_model", "capture_optimizer", "check_moment", "elementwise_entry",
+    "everywhere", "export_weights", "gather_entry", "has_tensors", "is_known", "kind_of", "layouts_of",
+    "list_misfits", "load_checkpoint_in_model", "load_weights", "on_each_rank", "on_main_rank", "restore_optimizer",
+    "stored_in", "write_weights",
 ]  # fmt: skip
 
 __version__ = "0.1.0"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accel_core.api.checkpoint import on_each_rank
+from accel_checkpoint import on_each_rank
 from accel_core.api.component import flatten
 from accel_core.api.layouts import Elementwise, GradientState, Partial, Replicated, flat_range, pieces_of
 from accel_deepspeed import clipping, optimizer_double
