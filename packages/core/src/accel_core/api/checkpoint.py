@@ -8,8 +8,6 @@ from accel_core.contract.tensor_layouts import (
     SavedEntry,
     SavedOptimizer,
     memory_of,
-    uncovered,
-    uncovered_part,
 )
 from accel_core.loop.accumulation import Accumulation, is_state
 from accel_core.loop.optimizer_gate import held_by
@@ -21,8 +19,8 @@ from accel_core.processes.random_state import TORCH_STREAM, begin_random_state, 
 from accel_core.processes.watch.stack_location import raising_line
 
 __all__ = [
-    "LAYOUT_HOOKS", "PLACEMENT", "TORCH_STREAM", "WHOLE", "Accumulation", "Asynchronous", "CheckpointComponent", "Explanation",
-    "LoadHook", "OptimizerState", "Prepared", "PreparedModel", "Run", "SaveHook", "SavedEntry", "SavedOptimizer",
-    "begin_random_state", "check_random_state", "find_default", "format_table", "has_state", "held_by", "is_state", "memory_of",
-    "names_of", "raising_line", "uncovered", "uncovered_part",
+    "LAYOUT_HOOKS", "PLACEMENT", "TORCH_STREAM", "WHOLE", "Accumulation", "Asynchronous", "CheckpointComponent",
+    "Explanation", "LoadHook", "OptimizerState", "Prepared", "PreparedModel", "Run", "SaveHook", "SavedEntry",
+    "SavedOptimizer", "begin_random_state", "check_random_state", "find_default", "format_table", "has_state",
+    "held_by", "is_state", "memory_of", "names_of", "raising_line",
 ]  # fmt: skip
