@@ -30,16 +30,19 @@ from accel_checkpoint import (
     ELEMENTWISE,
     OF_THIS_PROCESS,
     REPLICATED,
+    Extent,
     capture_model,
     capture_optimizer,
+    flat_range,
     kind_of,
     layouts_of,
     list_misfits,
+    pieces_of,
     restore_optimizer,
 )
 from accel_core import CheckpointError, Layout, Strategy, hookimpl, place_model
 from accel_core.api.checkpoint import OptimizerState
-from accel_core.api.layouts import Box, Elementwise, Extent, Piece, Replicated, flat_range, pieces_of
+from accel_core.api.layouts import Box, Elementwise, Piece, Replicated
 from accel_core.api.strategy import gate_of
 
 

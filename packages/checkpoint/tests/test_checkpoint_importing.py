@@ -10,13 +10,13 @@ from checkpoint_jobs import Counter
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_checkpoint import ForeignCheckpoint, ForeignOptimizer
+from accel_checkpoint import ForeignCheckpoint, ForeignOptimizer, flat_range, pieces_of
 from accel_checkpoint.importing import command, opened
 from accel_checkpoint.importing.foreign import write_foreign
 from accel_checkpoint.inspection.command import main
 from accel_core import Accelerator, CheckpointError
 from accel_core.api.component import capture_random_state
-from accel_core.api.layouts import Alias, Elementwise, Replicated, flat_range, pieces_of
+from accel_core.api.layouts import Alias, Elementwise, Replicated
 
 WEIGHT = torch.arange(12.0).view(3, 4)
 KIND = "torch.optim:SGD"

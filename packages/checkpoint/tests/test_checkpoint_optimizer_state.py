@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from accel_checkpoint import capture_optimizer, list_misfits, restore_optimizer
+from accel_checkpoint import Extent, Whole, capture_optimizer, flat_range, list_misfits, restore_optimizer
 from accel_checkpoint.codec import decode, encode
 from accel_checkpoint.optimizers.optimizer_state import SHARED
 from accel_core import CheckpointError, World
 from accel_core.api.checkpoint import SavedEntry
-from accel_core.api.layouts import Box, Elementwise, Extent, Opaque, Replicated, Whole, flat_range
+from accel_core.api.layouts import Box, Elementwise, Opaque, Replicated
 from accel_testing import run_ranks
 
 

@@ -12,9 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from accel_checkpoint import flat_range
 from accel_checkpoint.plan import Claim, Copy, StoredBox, StoredBoxes, Task, plan
 from accel_core import CheckpointError
-from accel_core.api.layouts import Box, Elementwise, Opaque, Partial, Piece, Replicated, flat_range
+from accel_core.api.layouts import Box, Elementwise, Opaque, Partial, Piece, Replicated
 
 WHOLE = Box((0, 0), (4, 3))
 TOP, BOTTOM = Box((0, 0), (2, 3)), Box((2, 0), (2, 3))

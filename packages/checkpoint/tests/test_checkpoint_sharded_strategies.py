@@ -14,11 +14,11 @@ from sharded_strategies import Flat, Rows, Uneven
 from torch import nn
 from torch.nn import functional as F
 
-from accel_checkpoint import capture_optimizer
+from accel_checkpoint import Whole, capture_optimizer, uncovered
 from accel_core import Accelerator, CheckpointError, World
-from accel_core.api.checkpoint import SavedEntry, names_of, uncovered
+from accel_core.api.checkpoint import SavedEntry, names_of
 from accel_core.api.component import gather_objects
-from accel_core.api.layouts import Alias, Box, Elementwise, Replicated, Whole
+from accel_core.api.layouts import Alias, Box, Elementwise, Replicated
 from accel_testing import StrategySuite, models, run_ranks
 
 STRATEGIES = (Rows, Uneven, Flat)

@@ -21,13 +21,13 @@ from sharded_strategies import Flat, Rows, Uneven
 from torch import nn
 from weight_reader import read_weights
 
-from accel_checkpoint import WeightGather, write_weights
+from accel_checkpoint import WeightGather, flat_range, write_weights
 from accel_checkpoint.assembling import BUFFER, Weights
 from accel_checkpoint.weights import tensor_files
 from accel_checkpoint.weights.saving import parse_size, save, save_weights
 from accel_checkpoint.weights.tensor_files import SAFETENSORS_DTYPES
 from accel_core import Accelerator, World
-from accel_core.api.layouts import Alias, Box, Elementwise, Opaque, Piece, Replicated, flat_range
+from accel_core.api.layouts import Alias, Box, Elementwise, Opaque, Piece, Replicated
 from accel_testing import run_ranks
 
 KB = 1000

@@ -10,10 +10,10 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from accel_checkpoint import load_checkpoint_in_model, load_weights, write_weights
+from accel_checkpoint import flat_range, load_checkpoint_in_model, load_weights, write_weights
 from accel_checkpoint.weights import sources
 from accel_core import Accelerator, CheckpointError
-from accel_core.api.layouts import Alias, Box, Elementwise, Opaque, Piece, Replicated, flat_range
+from accel_core.api.layouts import Alias, Box, Elementwise, Opaque, Piece, Replicated
 
 SHAPES = {"matrix": (6, 8), "cube": (4, 3, 5), "row": (7,), "number": (), "nothing": (0, 3)}
 FORMS = ("one file", "parts", "bin", "checkpoint")

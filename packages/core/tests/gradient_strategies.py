@@ -13,9 +13,17 @@ import torch.distributed as dist
 from plain_strategies import PlainStrategy, Wrapper
 from torch import nn
 
-from accel_checkpoint import capture_model, capture_optimizer, list_misfits, restore_optimizer
+from accel_checkpoint import (
+    Extent,
+    capture_model,
+    capture_optimizer,
+    flat_range,
+    list_misfits,
+    pieces_of,
+    restore_optimizer,
+)
 from accel_core import hookimpl
-from accel_core.api.layouts import Box, Elementwise, Extent, Partial, flat_range, pieces_of
+from accel_core.api.layouts import Box, Elementwise, Partial
 
 
 class Plain(PlainStrategy):

@@ -7,8 +7,9 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, get_worker_info
 
 from accel_core import Feed, Rows, Shard
-from accel_core.api.loader import Positions, SampleIds, sample_ids
+from accel_core.api.loader import Positions
 from accel_data import DataLoaderConfiguration, Sharded
+from accel_diagnostics import SampleIds, sample_ids
 from accel_testing import run_ranks
 
 N = 11

@@ -17,17 +17,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from accel_core import (
-    DDP,
-    Accelerator,
-    Finding,
-    LocalSGD,
-    NonFiniteError,
-    Precision,
-    PrecisionPolicy,
-    TorchDynamoPlugin,
-)
-from accel_diagnostics import NonFiniteDetector
+from accel_core import DDP, Accelerator, LocalSGD, NonFiniteError, Precision, PrecisionPolicy, TorchDynamoPlugin
+from accel_diagnostics import Finding, NonFiniteDetector
 from accel_testing import run_ranks
 
 BAD = 6

@@ -16,8 +16,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_core import Accelerator, Finding, NonFiniteError, Precision, hookimpl
-from accel_diagnostics import NonFiniteDetector
+from accel_core import Accelerator, NonFiniteError, Precision, hookimpl
+from accel_diagnostics import Finding, NonFiniteDetector
 from accel_testing import run_ranks
 
 ROWS = 16

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from accel_checkpoint import capture_model, capture_optimizer, list_misfits, restore_optimizer
+from accel_checkpoint import Extent, capture_model, capture_optimizer, list_misfits, restore_optimizer
 from accel_core import Accelerator, Layout, Strategy, hookimpl
-from accel_core.api.layouts import Box, Extent
+from accel_core.api.layouts import Box
 from accel_core.api.strategy import ParameterReplacement, override_calls
 from accel_precision import FP8
 from accel_precision.fp8 import plain_weight

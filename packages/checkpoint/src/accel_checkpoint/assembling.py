@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from accel_checkpoint.boxes import uncovered
+from accel_checkpoint.collective_steps import everywhere, exchange, located, portable
 from accel_checkpoint.deferred import data_of, is_deferred
 from accel_core import CheckpointError
-from accel_core.api.checkpoint import everywhere, exchange, located, memory_of, portable, uncovered
+from accel_core.api.checkpoint import memory_of
 from accel_core.api.layouts import Alias, Box, Elementwise, Entry, Opaque, Replicated, State
 
 if TYPE_CHECKING:

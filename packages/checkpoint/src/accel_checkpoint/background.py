@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
+from accel_checkpoint.collective_steps import everywhere
 from accel_checkpoint.deferred import refuse_deferred
 from accel_checkpoint.files.disk import write_new
 from accel_checkpoint.files.part_file import plain
 from accel_checkpoint.writing import Publication, Work, Written
 from accel_core import CheckpointError
-from accel_core.api.checkpoint import everywhere
 
 if TYPE_CHECKING:
     from accel_checkpoint.files.folder import Draft

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_checkpoint.background import Background, Mode
+from accel_checkpoint.collective_steps import everywhere, on_main_rank
 from accel_checkpoint.files import retention
 from accel_checkpoint.loading import load
 from accel_checkpoint.record import set_up, whereabouts
 from accel_checkpoint.run_state import stateful
 from accel_checkpoint.saving import SaveRequest, save
-from accel_core.api.checkpoint import everywhere, on_main_rank
 
 if TYPE_CHECKING:
     import os

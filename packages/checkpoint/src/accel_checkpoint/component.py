@@ -10,14 +10,14 @@ from torch import nn
 
 from accel_checkpoint.assembling import WeightGather
 from accel_checkpoint.checkpoints import Checkpoints
+from accel_checkpoint.collective_steps import on_each_rank
 from accel_checkpoint.model_state import capture_model
 from accel_checkpoint.optimizers.optimizer_state import capture_optimizer, list_misfits, restore_optimizer
+from accel_checkpoint.optimizers.sharding import Whole
 from accel_checkpoint.weights import saving
 from accel_checkpoint.weights.exporting import export_weights
 from accel_checkpoint.weights.loading import load_checkpoint_in_model
 from accel_core import hookimpl
-from accel_core.api.checkpoint import on_each_rank
-from accel_core.api.layouts import Whole
 
 if TYPE_CHECKING:
     import os

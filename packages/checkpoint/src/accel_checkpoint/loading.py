@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from accel_checkpoint.collective_steps import everywhere, on_each_rank
 from accel_checkpoint.deferred import data_of, is_deferred
 from accel_checkpoint.files.disk import read_all
 from accel_checkpoint.importing.fitting import names_here, other_schedule, state_of_position, units_here
@@ -39,15 +40,7 @@ from accel_checkpoint.run_state import (
 )
 from accel_checkpoint.words import LINES, listed, quoted
 from accel_core import CheckpointError, CollectiveMismatchError
-from accel_core.api.checkpoint import (
-    TORCH_STREAM,
-    Run,
-    begin_random_state,
-    everywhere,
-    has_state,
-    memory_of,
-    on_each_rank,
-)
+from accel_core.api.checkpoint import TORCH_STREAM, Run, begin_random_state, has_state, memory_of
 from accel_core.api.component import derive_seed, restore_random_state
 from accel_core.api.layouts import Alias, Elementwise, Entry, Opaque, Partial
 

@@ -10,19 +10,9 @@ import torch
 from torch import nn
 
 from accel_checkpoint.deferred import is_deferred, resident
+from accel_checkpoint.optimizers.sharding import Sharding, Whole, pieces_of
 from accel_core import CheckpointError
-from accel_core.api.layouts import (
-    Alias,
-    Box,
-    Elementwise,
-    Entry,
-    Opaque,
-    Piece,
-    Replicated,
-    Sharding,
-    Whole,
-    pieces_of,
-)
+from accel_core.api.layouts import Alias, Box, Elementwise, Entry, Opaque, Piece, Replicated
 
 
 def capture_model(model: nn.Module, sharding: Sharding | None = None) -> dict[str, Entry]:

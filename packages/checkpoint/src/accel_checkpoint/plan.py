@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeVar
 
+from accel_checkpoint.boxes import uncovered, uncovered_part
 from accel_checkpoint.words import LINES, listed
 from accel_core import CheckpointError
-from accel_core.api.checkpoint import WHOLE, uncovered, uncovered_part
+from accel_core.api.checkpoint import WHOLE
 from accel_core.api.layouts import Box, Elementwise, Opaque, Partial, Replicated
 
 T = TypeVar("T")

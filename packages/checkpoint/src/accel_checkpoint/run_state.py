@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from accel_checkpoint.collective_steps import exchange
 from accel_core import CheckpointError
-from accel_core.api.checkpoint import Run, check_random_state, exchange, has_state, held_by, is_state
+from accel_core.api.checkpoint import Run, check_random_state, has_state, held_by, is_state
 from accel_core.api.component import capture_random_state
 from accel_core.api.layouts import Alias, Entry, Partial, State
 

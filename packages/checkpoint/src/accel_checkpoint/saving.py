@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING, Any
 
 from accel_checkpoint.assembling import Weights
 from accel_checkpoint.background import Job
+from accel_checkpoint.collective_steps import everywhere, exchange, on_each_rank, on_main_rank
 from accel_checkpoint.files.folder import Draft
 from accel_checkpoint.plan import plan
 from accel_checkpoint.run_state import MODEL, Content, check_moment, collect, pending_gradients
 from accel_checkpoint.words import LINES
 from accel_checkpoint.writing import Portrait, Publication, Work, encode_objects, file_name, firsts, keep, portray
 from accel_core import CheckpointError
-from accel_core.api.checkpoint import Run, everywhere, exchange, on_each_rank, on_main_rank
 from accel_core.api.component import broadcast_object, gather_objects
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from accel_checkpoint.background import Background, Mode
     from accel_checkpoint.codec import Encoded
-    from accel_core.api.checkpoint import SaveHook
+    from accel_core.api.checkpoint import Run, SaveHook
 
 VISIBLE = 5.0  # seconds after which every rank sees the folder that the main process made, if they share it
 

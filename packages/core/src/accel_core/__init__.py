@@ -10,6 +10,7 @@ from accel_core.accelerator import Accelerator
 from accel_core.base.errors import (
     CheckpointError,
     CollectiveMismatchError,
+    NonFiniteError,
     NotInstalledError,
     PluginError,
     RecordRefusedError,
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
         synchronize_rng_states,
         wait_for_everyone,
     )
-    from accel_core.contract.findings import Finding, NonFiniteError
     from accel_core.facade.accelerated import AcceleratedOptimizer, AcceleratedScheduler
     from accel_core.loop.local_sgd import LocalSGD
     from accel_core.loop.memory import clear_device_cache, find_executable_batch_size, release_memory
@@ -65,8 +65,8 @@ if TYPE_CHECKING:
 __all__ = [
     "DDP", "SKIPPED", "AcceleratedOptimizer", "AcceleratedScheduler", "Accelerator", "AcceleratorState",
     "AutocastKwargs", "Bins", "CheckpointError", "CollectiveMismatchError", "DistributedDataParallelKwargs",
-    "DistributedType", "DynamoBackend", "Feed", "Finding", "GeneralTracker", "GradientAccumulationPlugin",
-    "Histogram", "InitProcessGroupKwargs", "KwargsHandler", "Layout", "LocalSGD", "LoggerType", "NonFiniteError",
+    "DistributedType", "DynamoBackend", "Feed", "GeneralTracker", "GradientAccumulationPlugin", "Histogram",
+    "InitProcessGroupKwargs", "KwargsHandler", "Layout", "LocalSGD", "LoggerType", "NonFiniteError",
     "NotInstalledError", "PartialState", "Passage", "PluginError", "Precision", "PrecisionPolicy", "PrecisionType",
     "PrepareRequest", "ProfileKwargs", "ProjectConfiguration", "RNGType", "RecordRefusedError", "Rows", "Shard",
     "Single", "Strategy", "Table", "TorchDynamoPlugin", "TrackedRun", "Tracker", "TrackerError", "TrackerHandle",
@@ -84,7 +84,6 @@ _LAZY = {
         "broadcast broadcast_object_list gather gather_object pad_across_processes pad_input_tensors reduce "
         "synchronize_rng_state synchronize_rng_states wait_for_everyone"
     ),
-    "contract.findings": "Finding NonFiniteError",
     "facade.accelerated": "AcceleratedOptimizer AcceleratedScheduler",
     "loop.local_sgd": "LocalSGD",
     "loop.memory": "clear_device_cache find_executable_batch_size release_memory",

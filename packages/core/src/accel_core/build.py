@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
@@ -47,7 +47,7 @@ from accel_core.plugins.offers import NOUNS, find_default
 from accel_core.processes.world import World
 
 if TYPE_CHECKING:
-    from accel_core.contract.default_components import DetectorFactory, Recorder
+    from accel_core.contract.default_components import DetectorFactory, Recorder, RecorderFactory
     from accel_core.contract.strategy import Layout
     from accel_core.plugins.explain import Explanation
 
@@ -242,16 +242,16 @@ class _Asked(NamedTuple):
         rules, asked = self.handlers.get(TrackingKwargs), self.option("log_with", (), as_list)
         if rules is not None:
             self.sections.refuse_beside("tracking", "kwargs_handlers=[TrackingKwargs(...)]")
-        if asked.source == "default":
+        if asked.value in ("all", ["all"]) and not any(offer.group == "accel.trackers" for offer in self.offers):
+            what = "log_with='all' was asked for, and no tracker is installed. Type: pip install accel-trackers"
+            warnings.warn(what, stacklevel=level_of_the_user())
             return [], [], None
-        from accel_core.tracking.selection import choose  # which most runs need not import
-
-        chosen = choose(asked, self.offers, self.sections)
+        if asked.value in ("", [], ()):
+            return [], [], None
+        factory = cast("RecorderFactory", find_default(*RECORDER, "log_with", self.offers).load())
+        chosen = factory.choose(asked, self.offers, self.sections)
         rules = rules or TrackingKwargs(**self.sections.share("tracking"))
-        if not chosen.selected and not chosen.left_out:  # an empty list, or "all" of nothing
-            return [], [], None
-        factory = find_default(*RECORDER, "log_with", self.offers).load()
-        choices = [Choice("tracker", each, chosen.source) for each in chosen.selected]
+        choices = [Choice("tracker", each, asked.source) for each in chosen.selected]
         return choices, chosen.names, lambda world, project: factory(chosen, rules, world, project)
 
 

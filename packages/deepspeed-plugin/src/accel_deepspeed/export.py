@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from accel_checkpoint import WeightGather, capture_model
+from accel_checkpoint import WeightGather, capture_model, on_each_rank
 from accel_core import World
-from accel_core.api.checkpoint import on_each_rank
 from accel_core.api.component import ClassOverride
 from accel_deepspeed.model_engine import engine_that_steps
 from accel_deepspeed.sharding import ZeroSharding

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accel_core.api.checkpoint import on_each_rank
+from accel_checkpoint import flat_range, on_each_rank, pieces_of
 from accel_core.api.component import flatten
-from accel_core.api.layouts import Elementwise, GradientState, Partial, Replicated, flat_range, pieces_of
+from accel_core.api.layouts import Elementwise, GradientState, Partial, Replicated
 from accel_deepspeed import clipping, optimizer_double
 from accel_deepspeed.communication import environment_of, shown_rank
 from accel_deepspeed.engine_internals import (

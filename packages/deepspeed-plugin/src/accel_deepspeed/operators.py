@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 
-from accel_core.api.checkpoint import everywhere
+from accel_checkpoint import everywhere
 from accel_core.api.component import nearest
 
 if TYPE_CHECKING:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from accel_core.api.layouts import Box, Extent, flat_range
+from accel_checkpoint import Extent, flat_range
+from accel_core.api.layouts import Box
 from accel_deepspeed.engine_internals import is_shared_out, shape_of, shard_memory, shard_of
 from accel_deepspeed.model_engine import engine_that_steps
 

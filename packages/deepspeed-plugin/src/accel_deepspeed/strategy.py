@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from accel_checkpoint import on_each_rank
 from accel_core import (
     SKIPPED,
     DistributedType,
@@ -30,7 +31,6 @@ from accel_core import (
     load_checkpoint_in_model,
     place_model,
 )
-from accel_core.api.checkpoint import on_each_rank
 from accel_core.api.component import override_class
 from accel_core.api.layouts import Elementwise
 from accel_core.api.strategy import check_alike, compile_calls, override_calls

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_checkpoint import capture_model, load_weights
-from accel_core.api.checkpoint import on_each_rank
+from accel_checkpoint import capture_model, load_weights, on_each_rank
 from accel_deepspeed import communication
 from accel_deepspeed.engine_internals import cast_shard, is_shared_out
 from accel_deepspeed.sharding import ZeroSharding

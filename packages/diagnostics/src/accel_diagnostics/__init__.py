@@ -4,15 +4,16 @@ detector            sees that a window went wrong, and has every rank repeat its
 recording           keeps what it takes to repeat a forward
 batch_tracking      which batch a forward uses
 replay, tracing, no_collectives    repeat it, and look at every module
+findings            what is told of a value, and of the samples of its batch
 
-What was found, and the error that says it, are `accel_core.Finding` and
-`accel_core.NonFiniteError`.
+The error that says it on all ranks is `accel_core.NonFiniteError`.
 """
 
 from __future__ import annotations
 
 from accel_diagnostics.detector import NonFiniteDetector
+from accel_diagnostics.findings import Finding, SampleIds, sample_ids
 
-__all__ = ["NonFiniteDetector"]
+__all__ = ["Finding", "NonFiniteDetector", "SampleIds", "sample_ids"]
 
 __version__ = "0.1.0"

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from accel_core import Finding, NonFiniteError
+from accel_core import NonFiniteError
 from accel_core.api.component import gather_objects, override_class
 from accel_core.api.diagnostics import reduce_tree
 from accel_diagnostics.batch_tracking import CountingFeed, Window
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from accel_core.api.checkpoint import Prepared
     from accel_core.api.diagnostics import Relay
     from accel_diagnostics.batch_tracking import Used
+    from accel_diagnostics.findings import Finding
     from accel_diagnostics.replay import Replay
 
 KEPT_WINDOWS = 4

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from accel_core import Finding
+    from accel_diagnostics.findings import Finding
 
 _ADVICE = {
     "input": "Look at these samples in the dataset, and at what transforms them; leave out or repair what is not finite.",

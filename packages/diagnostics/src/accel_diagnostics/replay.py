@@ -19,9 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel_core import Finding
-from accel_core.api.diagnostics import Kind, map_leaves
-from accel_core.api.loader import sample_ids
+from accel_core.api.diagnostics import map_leaves
+from accel_diagnostics.findings import Finding, Kind, sample_ids
 from accel_diagnostics.no_collectives import Alone
 from accel_diagnostics.recording import Buffers, Forward, Named, Streams, autocast_of, versions_of
 from accel_diagnostics.tracing import Call, Suspect, Trace, is_dirty, is_finite, stand_ins

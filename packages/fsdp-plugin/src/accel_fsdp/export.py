@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from accel_checkpoint import WeightGather
+from accel_checkpoint import WeightGather, on_each_rank
 from accel_core import World
-from accel_core.api.checkpoint import on_each_rank
 from accel_fsdp.gradient_sync import ShardedModel
 
 if TYPE_CHECKING:

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from accel_checkpoint import pieces_of
 from accel_core.api.component import ClassOverride, map_tensors
-from accel_core.api.layouts import Elementwise, Partial, pieces_of
+from accel_core.api.layouts import Elementwise, Partial
 from accel_fsdp.engine_internals import (
     clear,
     cut_parameters,

@@ -23,9 +23,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from accel_checkpoint import capture_model, elementwise_entry, load_weights
+from accel_checkpoint import capture_model, elementwise_entry, load_weights, on_each_rank, on_main_rank
 from accel_core import load_checkpoint_in_model
-from accel_core.api.checkpoint import on_each_rank, on_main_rank
 from accel_core.api.component import broadcast_object, capture_random_state, restore_random_state
 from accel_fsdp.sharding import DTensorSharding, is_sharded, local_of
 

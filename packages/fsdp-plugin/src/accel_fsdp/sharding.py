@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_core.api.layouts import Box, Extent
+from accel_checkpoint import Extent
+from accel_core.api.layouts import Box
 from accel_precision import plain_weight
 
 if TYPE_CHECKING:

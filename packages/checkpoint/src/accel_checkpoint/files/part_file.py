@@ -17,12 +17,13 @@ from pathlib import Path
 import torch
 import xxhash
 
+from accel_checkpoint.boxes import flat_range
 from accel_checkpoint.deferred import data_of, is_deferred
 from accel_checkpoint.files.disk import CHUNK, READ, Output, hash_of, is_memory, memory, new_file, open_file, read_into
 from accel_checkpoint.files.stored import BLOCK, DTYPES, StoredFile, StoredTensor
 from accel_checkpoint.weights.tensor_files import header_of, in_order
 from accel_core import CheckpointError
-from accel_core.api.layouts import Box, flat_range
+from accel_core.api.layouts import Box
 
 STAGED = 32 << 20  # bytes of a tensor on an accelerator that are copied to the CPU at a time: more is not faster
 _ALIGNMENT = 64  # the tensors begin at a multiple of it, so that readers can map them without a copy

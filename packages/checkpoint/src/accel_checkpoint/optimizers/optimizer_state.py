@@ -28,10 +28,12 @@ from accel_checkpoint.words import quoted
 from accel_core import CheckpointError
 from accel_core.api.checkpoint import OptimizerState, SavedEntry, SavedOptimizer
 from accel_core.api.component import flatten
-from accel_core.api.layouts import Opaque, Sharding
+from accel_core.api.layouts import Opaque
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
+
+    from accel_checkpoint.optimizers.sharding import Sharding
 
 SHARED = "(shared)"  # the entry of what an optimizer keeps in `state` under keys that are no parameters
 

@@ -16,10 +16,11 @@ from accel_checkpoint.optimizers.known_optimizers import (
     is_spanning,
     layouts_of,
 )
+from accel_checkpoint.optimizers.sharding import Extent, Sharding, pieces_of
 from accel_core import CheckpointError
 from accel_core.api.checkpoint import WHOLE, SavedEntry
 from accel_core.api.component import flatten, map_tensors
-from accel_core.api.layouts import Box, Elementwise, Entry, Extent, Opaque, Replicated, Sharding, pieces_of
+from accel_core.api.layouts import Box, Elementwise, Entry, Opaque, Replicated
 
 Shape = tuple[int, ...]
 Read = Callable[[Entry], Any]

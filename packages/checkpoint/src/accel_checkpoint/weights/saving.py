@@ -27,10 +27,10 @@ import torch
 from torch import nn
 
 from accel_checkpoint.assembling import WeightGather
+from accel_checkpoint.collective_steps import on_main_rank
 from accel_checkpoint.files.disk import sync_folder
 from accel_checkpoint.weights import tensor_files
 from accel_checkpoint.weights.tensor_files import Aliases, Read, Tensors, replace_file, stage
-from accel_core.api.checkpoint import on_main_rank
 from accel_core.api.component import flatten
 
 if TYPE_CHECKING:

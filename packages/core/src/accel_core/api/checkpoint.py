@@ -1,6 +1,5 @@
-"""Names for checkpoint formats: the run to save, its parts, and collective steps of all ranks."""
+"""Names for checkpoint formats: the run to save, and its parts."""
 
-from accel_core.collectives.collective_steps import everywhere, exchange, located, on_each_rank, on_main_rank, portable
 from accel_core.contract.default_components import PLACEMENT, CheckpointComponent
 from accel_core.contract.hook_specs import LAYOUT_HOOKS
 from accel_core.contract.tensor_layouts import (
@@ -9,8 +8,6 @@ from accel_core.contract.tensor_layouts import (
     SavedEntry,
     SavedOptimizer,
     memory_of,
-    uncovered,
-    uncovered_part,
 )
 from accel_core.loop.accumulation import Accumulation, is_state
 from accel_core.loop.optimizer_gate import held_by
@@ -19,11 +16,11 @@ from accel_core.loop.run import Asynchronous, LoadHook, Run, SaveHook, has_state
 from accel_core.plugins.explain import Explanation, format_table
 from accel_core.plugins.offers import find_default
 from accel_core.processes.random_state import TORCH_STREAM, begin_random_state, check_random_state
+from accel_core.processes.watch.stack_location import raising_line
 
 __all__ = [
-    "LAYOUT_HOOKS", "PLACEMENT", "TORCH_STREAM", "WHOLE", "Accumulation", "Asynchronous", "CheckpointComponent", "Explanation",
-    "LoadHook", "OptimizerState", "Prepared", "PreparedModel", "Run", "SaveHook", "SavedEntry", "SavedOptimizer",
-    "begin_random_state", "check_random_state", "everywhere", "exchange", "find_default", "format_table", "has_state", "held_by",
-    "is_state", "located", "memory_of", "names_of", "on_each_rank", "on_main_rank", "portable", "uncovered",
-    "uncovered_part",
+    "LAYOUT_HOOKS", "PLACEMENT", "TORCH_STREAM", "WHOLE", "Accumulation", "Asynchronous", "CheckpointComponent",
+    "Explanation", "LoadHook", "OptimizerState", "Prepared", "PreparedModel", "Run", "SaveHook", "SavedEntry",
+    "SavedOptimizer", "begin_random_state", "check_random_state", "find_default", "format_table", "has_state",
+    "held_by", "is_state", "memory_of", "names_of", "raising_line",
 ]  # fmt: skip

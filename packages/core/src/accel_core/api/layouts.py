@@ -5,20 +5,14 @@ from accel_core.contract.tensor_layouts import (
     Box,
     Elementwise,
     Entry,
-    Extent,
     GradientState,
     Opaque,
     Partial,
     Piece,
     Replicated,
-    Sharding,
     State,
-    Whole,
-    flat_range,
-    pieces_of,
 )
 
 __all__ = [
-    "Alias", "Box", "Elementwise", "Entry", "Extent", "GradientState", "Opaque", "Partial", "Piece", "Replicated",
-    "Sharding", "State", "Whole", "flat_range", "pieces_of",
+    "Alias", "Box", "Elementwise", "Entry", "GradientState", "Opaque", "Partial", "Piece", "Replicated", "State",
 ]  # fmt: skip

@@ -1,6 +1,6 @@
 """Names for loaders beside `accel_core.Feed`, `Rows`, `Shard`: copies that read another source."""
 
-from accel_core.contract.loader_progress import Positions, SampleIds, sample_ids
+from accel_core.contract.loader_progress import Positions
 from accel_core.loading.index_source import (
     IndexRead,
     IndexSource,
@@ -24,8 +24,7 @@ from accel_core.loading.prepared_loader import (
 )
 
 __all__ = [
-    "CountingIterator", "IndexRead", "IndexSource", "Outlet", "Positions", "PreparedLoader",
-    "SampleIds", "SourceIteration", "SourceProgress", "as_data_loader", "index_sampler", "length_of",
-    "looked_ahead", "overridden_copy", "prepare_copy", "prepare_local_loader", "sample_ids", "source_after",
-    "source_attributes", "unmatched_message",
+    "CountingIterator", "IndexRead", "IndexSource", "Outlet", "Positions", "PreparedLoader", "SourceIteration",
+    "SourceProgress", "as_data_loader", "index_sampler", "length_of", "looked_ahead", "overridden_copy",
+    "prepare_copy", "prepare_local_loader", "source_after", "source_attributes", "unmatched_message",
 ]  # fmt: skip

@@ -1,11 +1,13 @@
-"""Names for recorders: the trackers that were chosen, and the name of each."""
+"""Names for recorders: what trackers are chosen from, and made of."""
 
 from accel_core.base.deprecation import level_of_the_user
-from accel_core.contract.default_components import Recorder, RecorderFactory
+from accel_core.contract.default_components import Chosen, Recorder, RecorderFactory
+from accel_core.options.component_options import Sections
+from accel_core.options.resolution import Option, as_list
+from accel_core.plugins.offers import Selected, build, passed
 from accel_core.processes.world import end_worlds, fatal_error
-from accel_core.tracking.selection import Chosen, known_names, name_of
 
 __all__ = [
-    "Chosen", "Recorder", "RecorderFactory", "end_worlds", "fatal_error", "known_names", "level_of_the_user",
-    "name_of",
+    "Chosen", "Option", "Recorder", "RecorderFactory", "Sections", "Selected", "as_list", "build", "end_worlds",
+    "fatal_error", "level_of_the_user", "passed",
 ]  # fmt: skip

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 
 class PluginError(Exception):
     """A plugin cannot be found, loaded, or activated together with the others."""
@@ -25,6 +28,25 @@ class CheckpointError(RuntimeError):
 
 class TrackerError(RuntimeError):
     """A tracker failed, and the run was told to fail with it: `TrackingKwargs(strict=True)`."""
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or gradient was not finite; raised on all ranks.
+
+    `findings` has what each rank found, an `accel_diagnostics.Finding`, or None.
+    """
+
+    def __init__(self, findings: Sequence[Any], message: str) -> None:
+        super().__init__(message)
+        self.findings = tuple(findings)
+
+    @property
+    def first(self) -> Any:
+        """The earliest finding, of those reproduced if any: by micro-batch, then by rank."""
+        return min((finding for finding in self.findings if finding is not None), key=lambda each: each.order)
+
+    def __reduce__(self) -> tuple[type[NonFiniteError], tuple[tuple[Any, ...], str]]:
+        return type(self), (self.findings, str(self))
 
 
 class RecordRefusedError(ValueError):

@@ -61,6 +61,7 @@ _NAMES_OF = {
     "accel-precision": "AORecipeKwargs FP8RecipeKwargs GradScalerKwargs TERecipeKwargs",
     "accel-fsdp": "FullyShardedDataParallelPlugin",
     "accel-deepspeed": "DeepSpeedPlugin DummyOptim DummyScheduler HfDeepSpeedConfig get_active_deepspeed_plugin",
+    "accel-diagnostics": "Finding",
     "accel-launch": "debug_launcher notebook_launcher",
 }
 ELSEWHERE: Mapping[str, str] = MappingProxyType(

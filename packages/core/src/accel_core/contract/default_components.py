@@ -13,9 +13,11 @@ if TYPE_CHECKING:
 
     from accel_core.contract.tensor_layouts import OptimizerState, SavedOptimizer, State
     from accel_core.loop.run import Asynchronous, Run
+    from accel_core.options.component_options import Sections
     from accel_core.options.handlers import ProjectConfiguration, TrackingKwargs
+    from accel_core.options.resolution import Option
+    from accel_core.plugins.offers import Offer, Selected
     from accel_core.processes.world import World
-    from accel_core.tracking.selection import Chosen
 
 CHECKPOINTS: Final = ("accel.checkpoints", "neutral")
 DETECTOR: Final = ("accel.diagnostics", "nonfinite")
@@ -110,5 +112,21 @@ class Recorder(Protocol):
     def details(self) -> dict[str, str]: ...
 
 
-RecorderFactory = Callable[["Chosen", "TrackingKwargs", "World", "ProjectConfiguration"], Recorder]
-"""Makes a recorder for these trackers: the second says how failures are treated, the last where local trackers write."""
+class Chosen(Protocol):
+    """The trackers of a run, in order, and by name those that `"all"` leaves out, with the reason."""
+
+    selected: list[Selected]
+    left_out: dict[str, str]
+
+    @property
+    def names(self) -> list[str]: ...
+
+
+class RecorderFactory(Protocol):
+    """Chooses trackers by `log_with`, importing no service, and makes a recorder for them.
+
+    `rules` say how failures are treated; the project says where local trackers write.
+    """
+
+    def choose(self, option: Option[Any], offers: Sequence[Offer], sections: Sections) -> Chosen: ...
+    def __call__(self, chosen: Any, rules: TrackingKwargs, world: World, project: ProjectConfiguration) -> Recorder: ...

@@ -10,12 +10,9 @@ live passage, else to the batch yielded last.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -144,35 +141,3 @@ class Positions(NamedTuple):
 
     first: int
     size: int
-
-
-@dataclass(frozen=True)
-class SampleIds:
-    """Indices, keys or stream positions of a rank's samples; after `real` ones, filling."""
-
-    ids: tuple[Any, ...]
-    kind: Literal["index", "position"]
-    real: int
-
-    def describe(self, rows: Iterable[int] | None = None, most: int = 16) -> str:
-        """`index 3, 8, 1 (fills up)`: the samples in these rows (None: all), at most `most`."""
-        chosen = list(range(len(self.ids)) if rows is None else rows)
-        known = ["" if self.ids[row] is None else f"{self.ids[row]} " for row in chosen[:most]]
-        shown = [text if row < self.real else f"{text}(fills up)" for row, text in zip(chosen, known, strict=False)]
-        more = f" and {len(chosen) - most} more" if len(chosen) > most else ""
-        return f"{self.kind} {', '.join(map(str.strip, shown))}{more}"
-
-
-def sample_ids(drawn: Drawn, rows: Rows | None) -> SampleIds | None:
-    """The ids of a batch's samples, from the loader's notes and rows; None if not known."""
-    if drawn is None:
-        return None
-    if isinstance(drawn, Positions):
-        missing = 0 if rows is None or rows.rows is None else rows.rows - drawn.size
-        ids: tuple[Any, ...] = (*range(drawn.first, drawn.first + drawn.size), *[None] * missing)
-    elif isinstance(drawn, torch.Tensor):
-        ids = tuple(drawn.flatten().tolist())
-    else:
-        ids = tuple(drawn) if isinstance(drawn, Sequence) and not isinstance(drawn, (str, bytes)) else (drawn,)
-    real = len(ids) if rows is None else min(rows.real, len(ids))
-    return SampleIds(ids, "position" if isinstance(drawn, Positions) else "index", real)

@@ -6,11 +6,9 @@ the memory that training uses, or a view of it; checkpoints are written from it,
 
 from __future__ import annotations
 
-import itertools
 import math
 import operator
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -67,74 +65,6 @@ class Box:
     def __str__(self) -> str:
         """The box in the form of an index: `[0:4, 2:3]`."""
         return f"[{', '.join(f'{each.start}:{each.stop}' for each in self.slices)}]"
-
-
-def flat_range(shape: tuple[int, ...], start: int, stop: int, offsets: tuple[int, ...] | None = None) -> list[Box]:
-    """The boxes of elements `start` to `stop` in row-major order, as of a part of a flat buffer.
-
-    At most 2 * ndim - 1 boxes, in order, each contiguous in the flat memory; an empty range has
-    none. `shape` is that of the tensor, or of the box of it that a tensor-parallel rank has, which
-    begins at `offsets`. Raises `ValueError` for a range that is not within it.
-    """
-    if not 0 <= start <= stop <= math.prod(shape):
-        asked = f"the boxes of the elements {start} to {stop} were asked for"
-        raise ValueError(f"{asked}, but the shape {shape} has the elements 0 to {math.prod(shape)}.")
-    first, runs = offsets or (0,) * len(shape), _runs((), tuple(shape), start, stop)
-    return [Box(tuple(map(operator.add, run.offsets, first)), run.sizes) for run in runs]
-
-
-def _runs(outer: tuple[int, ...], inner: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """The boxes of a range in a region: at `outer` in leading dims, whole in `inner` ones."""
-    ones = (1,) * len(outer)
-    if start == stop:
-        return
-    if not inner:
-        yield Box(outer, ones)
-        return
-    rest = inner[1:]
-    row = math.prod(rest)
-    first, last = -(-start // row), stop // row
-    if first > last:  # both ends are inside one row
-        yield from _runs((*outer, last), rest, start - last * row, stop - last * row)
-        return
-    if start < first * row:
-        yield from _runs((*outer, first - 1), rest, start - (first - 1) * row, row)
-    if first < last:
-        yield Box((*outer, first, *(0 for _ in rest)), (*ones, last - first, *rest))
-    if last * row < stop:
-        yield from _runs((*outer, last), rest, 0, stop - last * row)
-
-
-def uncovered(shape: tuple[int, ...], boxes: Iterable[Box]) -> str | None:
-    """The reason why boxes do not cover a shape exactly once, with an example; None if they do.
-
-    Empty boxes count for nothing. The time grows in proportion to the number of boxes.
-    """
-    whole, inside = Box.whole(shape), [box for box in boxes if not box.is_empty]
-    for box in inside:
-        if len(box.offsets) != len(shape) or len(box.sizes) != len(shape) or not whole.contains(box):
-            return f"{box} is out of bounds"
-    return None if whole.is_empty else uncovered_part(whole, inside)
-
-
-def uncovered_part(part: Box, boxes: Sequence[Box]) -> str | None:
-    """Like `uncovered`, for a part of a shape and boxes inside it; none of them empty."""
-    if [*boxes] == [part]:
-        return None
-    # How often an element is covered is the sum of the signs of all corners that are not behind it in any dim. So the boxes
-    # cover the part exactly once if, and only if, their corners and those of the part cancel out.
-    corners: Counter[tuple[int, ...]] = Counter()
-    for box, weight in [(part, -1), *((box, 1) for box in boxes)]:
-        edges = [((start, 1), (start + size, -1)) for start, size in zip(box.offsets, box.sizes, strict=True)]
-        for corner in itertools.product(*edges):
-            corners[tuple([at for at, _ in corner])] += weight * math.prod([sign for _, sign in corner])
-    left = [corner for corner, count in corners.items() if count]
-    if not left:
-        return None
-    first = min(left)
-    ends = [min(corner[dim] for corner in left if corner[dim] > at) for dim, at in enumerate(first)]
-    region = Box(first, tuple(end - at for at, end in zip(first, ends, strict=True)))
-    return f"{region} is {'missing' if corners[first] < 0 else 'there more than once'}"
 
 
 class Piece(NamedTuple):
@@ -217,57 +147,6 @@ GradientState = Mapping[str, Sequence[Elementwise | Partial]]
 def memory_of(entry: Elementwise | Replicated | Partial) -> list[torch.Tensor]:
     """The tensors of an entry that are on this rank, live."""
     return [piece.data for piece in entry.pieces] if isinstance(entry, Elementwise) else [entry.data]
-
-
-@dataclass(frozen=True)
-class Extent:
-    """The part of a parameter on this rank: `boxes` of its global `shape`, possibly none."""
-
-    shape: tuple[int, ...]
-    boxes: tuple[Box, ...]
-
-
-def pieces_of(boxes: Sequence[Box], local: torch.Tensor) -> Iterator[Piece]:
-    """Cuts a local tensor into views, one per box; it is flat, or has the shape of its one box."""
-    if len(boxes) == 1 and local.shape == boxes[0].sizes:
-        yield Piece(boxes[0], local)
-        return
-    start = 0
-    for box in boxes:
-        yield Piece(box, local[start : start + box.numel].view(box.sizes))
-        start += box.numel
-
-
-class Sharding(Protocol):
-    """A strategy's layout of parameters and optimizer state. Here: whole on ranks that have them.
-
-    The local tensor of a parameter holds its boxes one after another: flat, each box in row-major
-    order; of one box it may have the shape `box.sizes` instead.
-    """
-
-    def extent(self, parameter: torch.Tensor) -> Extent:
-        """The part of `parameter` that is on this rank."""
-        return Extent(tuple(parameter.shape), (Box.whole(tuple(parameter.shape)),))
-
-    def local(self, value: torch.Tensor) -> torch.Tensor:
-        """The local tensor of a parameter, or of one laid out so: a view of the memory in use."""
-        return value.detach()
-
-    def like(self, parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
-        """A tensor laid out like `parameter`, with local tensor `local`, as optimizers keep it."""
-        return local
-
-    def empty(self, parameter: torch.Tensor, key: str, dtype: torch.dtype) -> torch.Tensor:  # noqa: ARG002
-        """An uninitialised tensor laid out like `parameter`, for its state `key`, to read into."""
-        return torch.empty_like(parameter.detach(), dtype=dtype)
-
-    def versioned(self, value: torch.Tensor) -> bool:
-        """Whether in-place changes of the local tensor of `value` raise its `_version`."""
-        return type(value) in (torch.Tensor, torch.nn.Parameter)
-
-
-class Whole(Sharding):
-    """Parameters are whole on every rank that has them."""
 
 
 @dataclass(frozen=True)

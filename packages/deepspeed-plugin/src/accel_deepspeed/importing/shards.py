@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from accel_checkpoint import flat_range, pieces_of
 from accel_core import CheckpointError
-from accel_core.api.layouts import Elementwise, flat_range, pieces_of
+from accel_core.api.layouts import Elementwise
 
 Shape = tuple[int, ...]
 

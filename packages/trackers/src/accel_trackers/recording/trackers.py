@@ -31,18 +31,18 @@ import torch
 
 from accel_core import GeneralTracker, Table, TrackedRun, Tracker, TrackerError, TrackerHandle
 from accel_core.api.component import capture_random_state, nearest, restore_random_state
-from accel_core.api.tracker import known_names, level_of_the_user, name_of
+from accel_core.api.tracker import level_of_the_user
 from accel_trackers.recording.images import as_images
 from accel_trackers.recording.null_tracker import Blank
 from accel_trackers.recording.record import Record, weight
 from accel_trackers.recording.recorder import Recorder
+from accel_trackers.recording.selection import Chosen, choose, known_names, name_of
 from accel_trackers.recording.shutdown import finish, finish_at_exit, is_failing, left, let_go
 from accel_trackers.recording.tables import as_table
 from accel_trackers.recording.values import clean, readable_config, said
 
 if TYPE_CHECKING:
     from accel_core import ProjectConfiguration, TrackingKwargs, World
-    from accel_core.api.tracker import Chosen
 
 _RUNS = "runs"  # the folder of local trackers where neither `logging_dir` nor `project_dir` was given
 _MOMENT = 0.2  # seconds more than a tracker may take for one record, so that one that stalls has taken too long
@@ -76,6 +76,8 @@ class Plan(NamedTuple):
 
 class Trackers:
     """Records the run of one process, as far as it records."""
+
+    choose = staticmethod(choose)
 
     def __init__(self, chosen: Chosen, rules: TrackingKwargs, world: World, project: ProjectConfiguration) -> None:
         self._chosen, self._rules, self._world, self._project = chosen, rules, world, project

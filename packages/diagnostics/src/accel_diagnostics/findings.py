@@ -1,13 +1,18 @@
-"""Findings about losses and gradients that are not finite, and the error that carries them."""
+"""What is told of a value that is not finite: where it is, and the samples of its batch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+
+from accel_core.api.loader import Positions
+
 if TYPE_CHECKING:
-    from accel_core.contract.loader_progress import SampleIds
+    from accel_core import Rows
+    from accel_core.api.diagnostics import Drawn
 
 Kind = Literal["input", "parameter", "output", "loss", "gradient", "not reproduced"]
 """The place of the first value that is not finite; see `Finding.kind`."""
@@ -57,17 +62,33 @@ class Finding:
         return self.kind == "not reproduced", self.micro_batch, self.rank
 
 
-class NonFiniteError(RuntimeError):
-    """A loss or gradient was not finite; raised on all ranks, with each one's finding or None."""
+@dataclass(frozen=True)
+class SampleIds:
+    """Indices, keys or stream positions of a rank's samples; after `real` ones, filling."""
 
-    def __init__(self, findings: Sequence[Finding | None], message: str) -> None:
-        super().__init__(message)
-        self.findings = tuple(findings)
+    ids: tuple[Any, ...]
+    kind: Literal["index", "position"]
+    real: int
 
-    @property
-    def first(self) -> Finding:
-        """The earliest finding, of those reproduced if any: by micro-batch, then by rank."""
-        return min((finding for finding in self.findings if finding is not None), key=lambda each: each.order)
+    def describe(self, rows: Iterable[int] | None = None, most: int = 16) -> str:
+        """`index 3, 8, 1 (fills up)`: the samples in these rows (None: all), at most `most`."""
+        chosen = list(range(len(self.ids)) if rows is None else rows)
+        known = ["" if self.ids[row] is None else f"{self.ids[row]} " for row in chosen[:most]]
+        shown = [text if row < self.real else f"{text}(fills up)" for row, text in zip(chosen, known, strict=False)]
+        more = f" and {len(chosen) - most} more" if len(chosen) > most else ""
+        return f"{self.kind} {', '.join(map(str.strip, shown))}{more}"
 
-    def __reduce__(self) -> tuple[type[NonFiniteError], tuple[tuple[Finding | None, ...], str]]:
-        return type(self), (self.findings, str(self))
+
+def sample_ids(drawn: Drawn, rows: Rows | None) -> SampleIds | None:
+    """The ids of a batch's samples, from the loader's notes and rows; None if not known."""
+    if drawn is None:
+        return None
+    if isinstance(drawn, Positions):
+        missing = 0 if rows is None or rows.rows is None else rows.rows - drawn.size
+        ids: tuple[Any, ...] = (*range(drawn.first, drawn.first + drawn.size), *[None] * missing)
+    elif isinstance(drawn, torch.Tensor):
+        ids = tuple(drawn.flatten().tolist())
+    else:
+        ids = tuple(drawn) if isinstance(drawn, Sequence) and not isinstance(drawn, (str, bytes)) else (drawn,)
+    real = len(ids) if rows is None else min(rows.real, len(ids))
+    return SampleIds(ids, "position" if isinstance(drawn, Positions) else "index", real)

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from accel_core.base.deprecation import level_of_the_user
-from accel_core.base.errors import NotInstalledError
-from accel_core.base.vocabulary import KNOWN_PROVIDERS
-from accel_core.options.resolution import Option, as_list
-from accel_core.plugins import Group, Offer, Selected, build, find, list_offers, passed
-from accel_core.tracking.tracker import GeneralTracker, Tracker
+from accel_core import GeneralTracker, NotInstalledError, Tracker
+from accel_core.api.launcher import KNOWN_PROVIDERS, Group, Offer, find, list_offers
+from accel_core.api.tracker import Selected, as_list, build, passed
 
 if TYPE_CHECKING:
-    from accel_core.options.component_options import Sections
+    from accel_core.api.tracker import Option, Sections
 
 ALL = "all"
 GROUP: Group = "accel.trackers"
@@ -61,9 +57,6 @@ def choose(option: Option[Any], offers: Sequence[Offer], sections: Sections) -> 
     _check_names(chosen)
     if ALL in names:
         _choose_all(chosen, offers, sections)
-        if not chosen.selected and not chosen.left_out:
-            what = "log_with='all' was asked for, and no tracker is installed. Type: pip install accel-trackers"
-            warnings.warn(what, stacklevel=level_of_the_user())
     return chosen
 
 

@@ -9,22 +9,11 @@ from typing import Any
 import pytest
 from trackers_for_tests import Listing, Older
 
-from accel_core import (
-    Accelerator,
-    LoggerType,
-    NotInstalledError,
-    PluginError,
-    ProjectConfiguration,
-    Tracker,
-    TrackingKwargs,
-    World,
-)
-from accel_core.contract.default_components import RECORDER
-from accel_core.options.component_options import Sections
-from accel_core.options.resolution import as_list, resolve
-from accel_core.plugins import Offer
-from accel_core.plugins.offers import find_default
-from accel_core.tracking.selection import Chosen, choose
+from accel_core import LoggerType, NotInstalledError, PluginError, ProjectConfiguration, TrackingKwargs, World
+from accel_core.api.launcher import Offer, given_outside
+from accel_core.api.tracker import Option, Sections, as_list
+from accel_trackers.recording.selection import Chosen
+from accel_trackers.recording.trackers import Trackers
 
 
 class First(Listing):
@@ -73,8 +62,11 @@ OFFERS = [
 
 
 def chosen(log_with: object, offers: list[Offer] = OFFERS) -> Chosen:
-    sections = Sections()
-    found = choose(resolve(log_with, "ACCELERATE_LOG_WITH", as_list, ()), offers, sections)
+    sections, outside = Sections(), given_outside("ACCELERATE_LOG_WITH")
+    asked = Option(log_with, "argument")
+    if log_with is None:
+        asked = Option((), "default") if outside is None else Option(as_list(outside.text, ""), outside.source)
+    found = Trackers.choose(asked, offers, sections)
     sections.finish(offers, "a test")
     return found
 
@@ -115,9 +107,7 @@ def test_all_is_what_can_be_used_and_the_rest_has_reasons() -> None:
 
 
 def test_what_all_leaves_out_is_listed_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
-    trackers = find_default(*RECORDER, "log_with").load()(
-        chosen("all"), TrackingKwargs(), World.current(cpu=True), ProjectConfiguration()
-    )
+    trackers = Trackers(chosen("all"), TrackingKwargs(), World.current(cpu=True), ProjectConfiguration())
     lines = caplog.text.splitlines()
     assert lines[0].endswith("log_with='all' records with first, older. Left out:")
     assert "  absent: absent is not installed. Type: pip install absent" in lines
@@ -185,37 +175,3 @@ def test_options_from_outside_reach_the_constructor(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("ACCELERATE_FIRST__LEVLE", "7")
     with pytest.raises(ValueError, match="LEVLE"):
         chosen("first")
-
-
-def test_the_rules_of_tracking_are_a_section(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_TRACKING__STRICT", "yes")
-    accelerator = Accelerator(cpu=True, log_with=Listing())
-    assert accelerator._trackers._rules == TrackingKwargs(strict=True)
-    assert "tracking.strict" in str(accelerator.explain())
-    accelerator.end_training()
-    with pytest.raises(
-        ValueError, match=r"ACCELERATE_TRACKING__STRICT was given, an option of 'tracking', beside kwargs_handlers"
-    ):
-        Accelerator(cpu=True, log_with=Listing(), kwargs_handlers=[TrackingKwargs()])
-    with pytest.warns(
-        UserWarning, match="ACCELERATE_TRACKING__STRICT was given, an option of 'tracking', which is not active"
-    ):
-        Accelerator(cpu=True).end_training()
-
-
-def test_rules_without_trackers_have_no_effect_and_say_so() -> None:
-    with pytest.warns(UserWarning, match="kwargs_handlers has a TrackingKwargs, which nothing that is active takes"):
-        Accelerator(cpu=True, kwargs_handlers=[TrackingKwargs(strict=True)]).end_training()
-
-
-def test_the_interface_says_what_it_lacks() -> None:
-    bare = Tracker()
-    assert (Tracker.unusable(), bare.state(), bare.records(object())) == (None, {}, False)
-    for call in (
-        lambda: bare.tracker,
-        lambda: bare.log({}, 0),
-        lambda: bare.log_images({}, 0),
-        lambda: bare.log_histograms({}, 0),
-    ):
-        with pytest.raises(NotImplementedError):
-            call()

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from accel_core.base.errors import CheckpointError, CollectiveMismatchError
-from accel_core.collectives.objects import broadcast_object, gather_objects
-from accel_core.processes.watch.stack_location import raising_line
+from accel_core import CheckpointError, CollectiveMismatchError
+from accel_core.api.checkpoint import raising_line
+from accel_core.api.component import broadcast_object, gather_objects
 
 if TYPE_CHECKING:
-    from accel_core.processes.world import World
+    from accel_core import World
 
 T = TypeVar("T")
 
