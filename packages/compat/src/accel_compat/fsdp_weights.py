@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_checkpoint import write_weights
+from accel_checkpoint import on_each_rank, write_weights
 from accel_compat.checkpoints.distributed_files import whole_state
 from accel_compat.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 from accel_compat.plugins.fsdp import RAM_EFFICIENT, FullyShardedDataParallelPlugin
 from accel_core import World
-from accel_core.api.checkpoint import on_each_rank
 
 if TYPE_CHECKING:
     from torch import nn
