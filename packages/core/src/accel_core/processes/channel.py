@@ -1,16 +1,22 @@
 """Exchange of bytes in a group: one collective per message, and an error instead of a hang.
 
-An exchange is an all_gather of one flat buffer: per rank a header of 64-bit words (digest, bytes
-needed, rows of each tensor), then the tensors, aligned. The digest covers the call, the structure,
-the dtypes and all dimensions but the first, so that ranks that called different things are seen.
-Capacities follow from earlier headers alone, the same on every rank; if any rank needs more, a
-second, larger collective follows (docs/decisions/0003-collectives-of-agreed-size.md). Messages have
-a process group of their own: gloo takes one for that of another collective.
+An exchange is an all_gather of one flat buffer: per rank a header of 64-bit words (number of the
+collective, digest, bytes needed, bytes beside, rows of each tensor), then the tensors, aligned. The
+digest covers the call, the structure, the dtypes and all dimensions but the first, so that ranks
+that called different things are seen. Capacities follow from earlier headers alone, the same on
+every rank; if any rank needs more, a second, larger collective follows
+(docs/decisions/0003-collectives-of-agreed-size.md). Messages have a process group of their own:
+gloo takes one for that of another collective.
+
+Messages lie where the host can read them without waiting for a device, if the group carries that.
+Tensors on a device go beside then: in a collective that is queued there once headers agree.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import hashlib
 import json
 import math
@@ -34,6 +40,7 @@ KEPT_FRAMES, KEPT_BYTES = 4, 64 << 20  # buffers for reuse, and the largest: a h
 KEPT_LAYOUTS = 64  # per cache
 _ALIGNMENT = 16
 _WORD = 8
+_HEADER = 4  # words before the rows
 _REFUSED = 0
 _UNWATCHED: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 
@@ -60,13 +67,22 @@ class Letter:
         self.digest = _digest(json.dumps(description))
         self.kind: Hashable = (call, description["structure"], *[leaf[1] for leaf in description["leaves"]])
         self.size = _places(self.specs, rows)[1]
-        self.header = torch.tensor([self.digest, self.size, *rows], dtype=torch.int64, device=device)
+        self.header = torch.tensor([self.digest, self.size, 0, *rows], dtype=torch.int64, device=device)
+
+    @functools.cached_property
+    def announcement(self) -> Letter:
+        """The letter of a message whose tensors go beside it."""
+        letter = copy.copy(self)
+        letter.specs, letter.rows, letter.size = (), (), (_HEADER + len(self.rows)) * _WORD
+        letter.header = self.header.new_tensor([self.digest, letter.size, self.size, *self.rows])
+        return letter
 
 
 class Channel:
     """The exchange of messages between a group's ranks. Every method is a collective of the group.
 
     `connect` gives the process group when needed; `members`: its ranks in the world (None: all).
+    `device` is that of its tensors, `message_device` that of its messages: the CPU if it can be.
     """
 
     def __init__(
@@ -77,12 +93,15 @@ class Channel:
         device: torch.device,
         watch: Watch | None = None,
         members: tuple[int, ...] | None = None,
+        message_device: torch.device | None = None,
     ) -> None:
         self._connect, self._watch, self._members = connect, watch, members
         self._group: dist.ProcessGroup | None = None
         self.rank, self.size, self.device = rank, size, device
+        self.message_device = device if message_device is None else message_device
+        self._number = 0  # of collectives so far, the same on every rank
         self.letters: _Cache[Hashable, Letter] = _Cache()
-        self._frames: dict[int, _Frame] = {}
+        self._frames: dict[Hashable, _Frame] = {}
         self._needs: _Cache[Hashable, tuple[int, ...]] = _Cache()
         self._previous: Hashable = None
 
@@ -100,13 +119,23 @@ class Channel:
         single one of (ranks, trailing dimensions). Parts are detached, in a buffer that the next
         exchange overwrites. `CollectiveMismatchError` on every rank if calls differ.
         """
+        sent, given = letter, tensors
+        if self.message_device != self.device and any(tensor.device.type == self.device.type for tensor in tensors):
+            sent, given = letter.announcement, ()
         with self._marked(letter.name, letter.description):
             frame = self._frame(self._capacity())
-            headers = self._pass(frame, letter, tensors)
+            headers = self._pass(frame, sent, given)
             largest = max([header[1] for header in headers])
             if largest > frame.capacity:
                 frame = self._frame(capacity_for(largest))
-                headers = self._pass(frame, letter, tensors)
+                headers = self._pass(frame, sent, given)
+            beside = max([header[2] for header in headers])
+            if beside:  # on one rank at least, and all have to know where they are
+                # Buffers of each stream, for nothing orders what one queues behind what another does.
+                stream = torch.accelerator.current_stream(self.device)
+                frame = self._frame(capacity_for(max(beside, largest)), stream)
+                frame.fill(letter, tensors)
+                dist.all_gather_single(frame.received, frame.sent, group=self.group)
         self._needs[self._previous] = (*self._needs.get(self._previous, ())[1 - MEMORY :], largest)
         self._previous = letter.kind
         return frame.parts(letter, headers)
@@ -122,7 +151,7 @@ class Channel:
         """The letter that was made for this key, or a new one."""
         letter = self.letters.get(key)
         if letter is None:
-            letter = self.letters[key] = Letter(description(), specs, rows, self.device, stacked)
+            letter = self.letters[key] = Letter(description(), specs, rows, self.message_device, stacked)
         return letter
 
     def arrive(self, name: str) -> None:
@@ -132,6 +161,7 @@ class Channel:
     def refuse(self, error: Exception) -> NoReturn:
         """Raises `error`, about unsendable arguments; other ranks in `exchange` raise too."""
         with self._marked(REFUSED):
+            self._number += 1
             self._refuse(self._frame(self._capacity()), error)
 
     def _marked(self, name: str, details: Description | None = None) -> contextlib.AbstractContextManager[object]:
@@ -139,31 +169,45 @@ class Channel:
 
     def _pass(self, frame: _Frame, letter: Letter, tensors: Sequence[torch.Tensor]) -> list[list[int]]:
         """One collective. Returns the headers by rank, all of which agree."""
+        self._number += 1
         try:
-            headers = frame.write(letter, tensors)
+            headers = frame.write(letter, tensors, self._number)
         except Exception as error:  # noqa: BLE001  (whatever it is, the other ranks are waiting)
             self._refuse(frame, error)
-        dist.all_gather_single(frame.received, frame.sent, group=self.group)
-        by_rank: list[list[int]] = headers.tolist()
+        by_rank = self._gathered(frame, headers)
         for header in by_rank:
             if header[0] != letter.digest:
                 raise mismatch(self._descriptions(letter.description))
         return by_rank
 
     def _refuse(self, frame: _Frame, error: Exception) -> NoReturn:
-        headers = frame.write_refusal()
-        dist.all_gather_single(frame.received, frame.sent, group=self.group)
-        if any(digest != _REFUSED for digest, _ in headers.tolist()):
+        headers = self._gathered(frame, frame.write_refusal(self._number))
+        if any(digest != _REFUSED for digest, *_ in headers):
             self._descriptions({"error": f"{type(error).__name__}: {error}"})
         raise error
+
+    def _gathered(self, frame: _Frame, headers: torch.Tensor) -> list[list[int]]:
+        """The headers of all ranks behind their numbers, which are to be that of this collective."""
+        dist.all_gather_single(frame.received, frame.sent, group=self.group)
+        by_rank: list[list[int]] = headers.tolist()
+        numbers = [header.pop(0) for header in by_rank]
+        if numbers.count(self._number) != self.size or (self._watch is not None and self._watch.verdict):
+            # A backend whose collective was broken off may return without having written: earlier messages lie there.
+            raise dist.DistError(
+                f"A collective was broken off, and what has arrived may be older than this call, which is number {self._number} "
+                f"(the ranks: {numbers}). Nothing of it can be used: start anew from the last checkpoint."
+            )
+        return by_rank
 
     def _capacity(self) -> int:
         return capacity_for(max(self._needs.get(self._previous, (FRAME_STEP,))))
 
-    def _frame(self, capacity: int) -> _Frame:
-        frame = self._frames.pop(capacity, None) or _Frame(capacity, self.size, self.device)
+    def _frame(self, capacity: int, stream: Hashable = None) -> _Frame:
+        """Buffers for messages or, with a stream, for what goes beside them."""
+        device = self.message_device if stream is None else self.device
+        frame = self._frames.pop((capacity, stream), None) or _Frame(capacity, self.size, device)
         if capacity * (self.size + 1) <= KEPT_BYTES:
-            self._frames[capacity] = frame  # at the end: the first is the one not used for longest
+            self._frames[capacity, stream] = frame  # at the end: the first is the one not used for longest
             if len(self._frames) > KEPT_FRAMES:
                 del self._frames[next(iter(self._frames))]
         return frame
@@ -171,11 +215,12 @@ class Channel:
     def _descriptions(self, description: Description) -> list[Description]:
         """All descriptions, in rank order. Two collectives, only when something is wrong."""
         text = from_bytes(bytearray(json.dumps({**description, "line": calling_line()}).encode()))
-        lengths = torch.empty(self.size, dtype=torch.int64, device=self.device)
-        dist.all_gather_single(lengths, torch.tensor([len(text)], device=self.device), group=self.group)
+        device = self.message_device
+        lengths = torch.empty(self.size, dtype=torch.int64, device=device)
+        dist.all_gather_single(lengths, torch.tensor([len(text)], device=device), group=self.group)
         longest = int(lengths.max())
-        padded = torch.nn.functional.pad(text, (0, longest - len(text)), value=ord(" ")).to(self.device)
-        received = torch.empty(self.size * longest, dtype=torch.uint8, device=self.device)
+        padded = torch.nn.functional.pad(text, (0, longest - len(text)), value=ord(" ")).to(device)
+        received = torch.empty(self.size * longest, dtype=torch.uint8, device=device)
         dist.all_gather_single(received, padded, group=self.group)
         return [json.loads(to_bytes(part)) for part in received.chunk(self.size)]
 
@@ -188,30 +233,29 @@ class _Frame:
         with torch.inference_mode(False):  # else a buffer born in inference mode could not be written outside of it
             self.sent = torch.zeros(capacity, dtype=torch.uint8, device=device)
             self.received = torch.zeros(size * capacity, dtype=torch.uint8, device=device)
+            self._number = self.sent[:_WORD].view(torch.int64).view(())
         self._by_rank = self.received.view(size, capacity)
         self._outgoing: _Cache[Letter, tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], torch.Tensor]] = _Cache()
         self._parts: _Cache[Hashable, list[list[torch.Tensor]]] = _Cache()
 
-    def write(self, letter: Letter, tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    def write(self, letter: Letter, tensors: Iterable[torch.Tensor], number: int) -> torch.Tensor:
         """Writes a message, or its header's start if it does not fit; returns a view of headers."""
-        views = self._outgoing.get(letter)
-        if views is None:
-            fits = letter.size <= self.capacity
-            words = len(letter.header) if fits else 2
-            with torch.inference_mode(False):
-                bodies = _bodies(self.sent, letter.specs, letter.rows) if fits else []
-                place = self.sent[: words * _WORD].view(torch.int64)
-                views = self._outgoing[letter] = place, letter.header[:words], bodies, self._headers(words)
-        place, header, bodies, headers = views
+        place, header, _, headers = self._views(letter)
         place.copy_(header)
-        for body, tensor in zip(bodies, tensors):  # noqa: B905  (no bodies if it does not fit)
-            body.copy_(tensor.detach() if tensor.requires_grad else tensor)
+        self._number.fill_(number)
+        self.fill(letter, tensors)
         return headers
 
-    def write_refusal(self) -> torch.Tensor:
+    def fill(self, letter: Letter, tensors: Iterable[torch.Tensor]) -> None:
+        """Writes the tensors of a message, if it fits."""
+        for body, tensor in zip(self._views(letter)[2], tensors):  # noqa: B905  (no bodies if it does not fit)
+            body.copy_(tensor.detach() if tensor.requires_grad else tensor)
+
+    def write_refusal(self, number: int) -> torch.Tensor:
         """Writes the header of a rank that refuses; returns a view of the headers' beginning."""
-        self.sent[: 2 * _WORD].zero_()
-        return self._headers(2)
+        self.sent[: _HEADER * _WORD].zero_()
+        self._number.fill_(number)
+        return self._headers(_HEADER)
 
     def parts(self, letter: Letter, headers: list[list[int]]) -> list[list[torch.Tensor]]:
         """Views of what was received: for each tensor, one part per rank."""
@@ -225,10 +269,21 @@ class _Frame:
                     parts = [[row.view(len(row), *sizes)] for row, sizes in rows]
                 else:
                     ranks = zip(self._by_rank, headers, strict=True)
-                    by_rank = [_bodies(buffer, letter.specs, words[2:]) for buffer, words in ranks]
+                    by_rank = [_bodies(buffer, letter.specs, words[_HEADER - 1 :]) for buffer, words in ranks]
                     parts = [list(part) for part in zip(*by_rank, strict=True)]
             self._parts[key] = parts
         return parts
+
+    def _views(self, letter: Letter) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], torch.Tensor]:
+        views = self._outgoing.get(letter)
+        if views is None:
+            fits = letter.size <= self.capacity
+            words = 1 + len(letter.header) if fits else _HEADER
+            with torch.inference_mode(False):
+                bodies = _bodies(self.sent, letter.specs, letter.rows) if fits else []
+                place = self.sent[_WORD : words * _WORD].view(torch.int64)
+                views = self._outgoing[letter] = place, letter.header[: words - 1], bodies, self._headers(words)
+        return views
 
     def _headers(self, words: int) -> torch.Tensor:
         return self._by_rank[:, : words * _WORD].view(torch.int64)
@@ -245,7 +300,7 @@ class _Cache(dict[K, V]):
 
 def _places(specs: Sequence[Spec], rows: Sequence[int]) -> tuple[list[tuple[int, int]], int]:
     """The begin and end of each tensor in a message, in bytes, and the size of the message."""
-    end = (2 + len(rows)) * _WORD
+    end = (_HEADER + len(rows)) * _WORD
     places = []
     for (dtype, sizes), count in zip(specs, rows, strict=True):
         begin = -(-end // _ALIGNMENT) * _ALIGNMENT

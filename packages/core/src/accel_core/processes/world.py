@@ -272,7 +272,10 @@ class World:
             members = None if group is None else tuple(dist.get_process_group_ranks(group))
             ranks = members or tuple(range(self.size))
             connect, rank = functools.partial(self._group_of, ranks, "messages"), ranks.index(self.rank)
-            self._channels[group] = Channel(connect, rank, len(ranks), self.device, self.watch, members)
+            # The groups of messages have the backends of the default one: on a device, gloo beside, unless somebody else started it.
+            carries_cpu = self.group is not None and "cpu:" in dist.get_backend_config(self.group)
+            lies = torch.device("cpu") if carries_cpu else self.device
+            self._channels[group] = Channel(connect, rank, len(ranks), self.device, self.watch, members, lies)
         return self._channels[group]
 
     def group_beside(self, group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:

@@ -32,7 +32,7 @@ def check_alike(model: nn.Module, world: World) -> None:
     channel = world.channel()
     letter = channel.letters.get(leaves)
     if letter is None:  # the channel keeps every letter
-        letter = channel.letters[leaves] = Letter(describe("prepare()", "", leaves), (), (), channel.device)
+        letter = channel.letters[leaves] = Letter(describe("prepare()", "", leaves), (), (), channel.message_device)
     channel.exchange(letter, ())
 
 
