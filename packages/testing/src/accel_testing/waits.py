@@ -61,7 +61,7 @@ class _Made(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
-        if func in (torch.tensor, torch.as_tensor) and made.device.type != "cpu":
+        if func in (torch.tensor, torch.as_tensor) and not (made.is_cpu or isinstance(args[0], torch.Tensor)):
             self._names.append("tensor")
         return made
 

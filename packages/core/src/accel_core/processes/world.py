@@ -224,6 +224,15 @@ class World:
                 f"the group is started (the first Accelerator, or init_process_group), or leave the argument out here."
             )
 
+    @functools.cached_property
+    def widest(self) -> torch.dtype:
+        """The widest floating dtype of the device, for sums: float64, or float32 if it lacks that."""
+        try:
+            torch.ones((), dtype=torch.float64, device=self.device).add_(1)
+        except Exception:  # noqa: BLE001  (each device says it in its own way)
+            return torch.float32
+        return torch.float64
+
     @property
     def group(self) -> dist.ProcessGroup | None:
         """The default group; None in a world of one without one. `WorldError` once it has ended."""
