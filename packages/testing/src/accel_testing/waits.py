@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -67,16 +68,14 @@ class _Made(TorchFunctionMode):
 
 
 @contextmanager
-def count_waits(own: Callable[[], int] | None = None) -> Iterator[list[str]]:
+def count_waits(own: Callable[[], Mapping[str, int]] | None = None) -> Iterator[list[str]]:
     """Gives a list that holds, after the block, the name of each wait for a device inside of it.
 
-    `own` is a counter of the device itself, if it has one: waits that no operator shows, such as
-    `torch.accelerator.synchronize()`, are listed as "device".
+    `own` is the counter of a device that has one, by name: what it has counted in the block is
+    listed instead, which misses nothing, in whatever thread.
     """
     found: list[str] = []
-    before = 0 if own is None else own()
+    before: Counter[str] = Counter() if own is None else Counter(own())
     with Waits() as waits, _Made(waits.names):
         yield found
-    found += waits.names
-    if own is not None:
-        found += ["device"] * (own() - before - len(found))
+    found += waits.names if own is None else (Counter(own()) - before).elements()
