@@ -92,9 +92,7 @@ class Assembly(NamedTuple):
         told = {} if self.recorder is None else self.recorder.details()
         details = [Detail("tracker", name, "state", text) for name, text in told.items()]
         if self.world.device.type != "cpu" and not all(getattr(each, "pin_memory", True) for each in loaders):
-            text = (
-                "batches are copied faster, and nobody waits for it, out of pinned memory: DataLoader(pin_memory=True)"
-            )
+            text = "batches are copied faster, and without waiting, out of pinned memory: DataLoader(pin_memory=True)"
             details.append(Detail("loader", type(self.loader).__name__, "hint", text))
         return explain(self.activation, self.choices, self.options, details)
 

@@ -659,7 +659,7 @@ def test_any_tensors_survive_packing(specs: list[Any], data: st.DataObject) -> N
     ]
     capacity = channel_module.capacity_for(max(letter.size for letter in letters))
     frames = [channel_module._Frame(capacity, 2, cpu) for _ in range(2)]
-    views = [frame.write(letter, given, 7) for frame, letter, given in zip(frames, letters, tensors, strict=True)]
+    views = [frame.write(letter, given) for frame, letter, given in zip(frames, letters, tensors, strict=True)]
     frames[0].received.copy_(torch.cat([frame.sent for frame in frames]))
     parts = frames[0].parts(letters[0], [header[1:] for header in views[0].tolist()])
     for index in range(len(specs)):

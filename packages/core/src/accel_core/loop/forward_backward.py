@@ -4,8 +4,7 @@ Every micro-batch gives a *sum* and a *weight*, and the gradient is that of (sum
 weights) over the window and data-parallel ranks. The total is known only after the last forward,
 and all graphs until then would cost memory. So each backward runs at once, divided by a reference
 (the mean weight per rank of the window before), and reference / total multiplies once at the end.
-
-Nothing here waits for a device: sums stay there, in float64 where it has that.
+Sums stay on a device, so that nothing waits for it.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ if TYPE_CHECKING:
 LossFn = Callable[[Any, Any], tuple[torch.Tensor, "torch.Tensor | float"]]
 Inputs = Callable[[Any], tuple[tuple[Any, ...], dict[str, Any]]]
 
-Number = torch.Tensor | float  # where reading it would be a wait for the device, a 0-d tensor
-Part = tuple[torch.Tensor, Number]  # the sum of one micro-batch, and its weight
+Part = tuple[torch.Tensor, "torch.Tensor | float"]  # the sum of one micro-batch, and its weight
 
 _EMPTY = "forward_backward() was given no micro-batch, and a window has at least one. Leave the call out, on all ranks alike."
 
@@ -53,7 +51,9 @@ class WindowLoop:
         self._world = world
         self._group = layout.gradient_group or layout.data_group
         self._ranks = layout.shard.count if layout.gradient_group is None else layout.gradient_group.size()
-        self._reference: Number | None = None
+        self._reference: Any = (
+            None  # like all numbers here, a 0-d tensor where reading it would be a wait for the device
+        )
 
     def run(self, model: nn.Module, micro_batches: Iterable[Any], loss_fn: LossFn, inputs: Inputs) -> torch.Tensor:
         """See `Accelerator.forward_backward`. Collective over the data-parallel ranks."""
@@ -93,7 +93,6 @@ class WindowLoop:
             if not parts:
                 raise ValueError(_EMPTY)
             relay.synchronise_gradients()
-            assert self._reference is not None
             self._reference, factor, mean = self._corrected(self._reference, *self._total(parts))
             prepared.gradients.scale(parameters, factor)
         except BaseException:
@@ -118,33 +117,29 @@ class WindowLoop:
             raise ValueError(f"{_EMPTY} Ranks without: {', '.join(lacking)}.")
         return _filled(own, max(lengths) - count)
 
-    def _corrected(self, reference: Number, loss: Number, weight: Number) -> tuple[Number, Number, Number]:
+    def _corrected(self, reference: Any, loss: Any, weight: Any) -> tuple[Any, Any, Any]:
         """The next reference, the factor of the gradients, and the mean loss."""
-        # The strategy has averaged over the ranks what is to be summed, hence the number of ranks. If nothing was summed, the
-        # gradient is zero, and there is no mean.
-        now = weight / self._ranks
-        if not isinstance(weight, torch.Tensor) or not isinstance(now, torch.Tensor):
+        # Without a weight, the gradient is zero, and there is no mean.
+        now = weight / self._ranks  # for the strategy averages over the ranks what is to be summed
+        if not isinstance(weight, torch.Tensor):
             return (now, reference / now, loss / weight) if weight else (reference, 1.0, math.nan)
         none = weight == 0
         factor, mean = (reference / now).masked_fill(none, 1.0), (loss / weight).masked_fill(none, math.nan)
         return torch.where(none, reference, now), factor, mean
 
-    def _total(self, parts: list[Part]) -> tuple[Number, Number]:
+    def _total(self, parts: list[Part]) -> Any:
         """The sums of losses and weights over parts and ranks, the same on all of them."""
         device, wide = self._world.device, self._world.widest
         losses = torch.stack([loss.to(device) for loss, _ in parts]).sum(dtype=wide)
-        # Numbers are filled in, for a copy to a device would be awaited.
-        weights = losses.new_full((), sum(weight for _, weight in parts if not isinstance(weight, torch.Tensor)))
-        for _, weight in parts:
-            if isinstance(weight, torch.Tensor):
-                weights += weight.to(device, wide)
+        weights = torch.zeros_like(losses)
+        for _, weight in parts:  # a number is given to the kernel, where a copy would be awaited
+            weights += weight.to(device, wide) if isinstance(weight, torch.Tensor) else weight
         total, channel = torch.stack([losses, weights]), channel_of(self._world, self._group)
         if channel is None or channel.message_device == device:
             total = reduce_tree(total, self._world, "sum", group=self._group)
         else:  # queued on the device: two numbers, which nobody has to compare first
             dist.all_reduce(total, group=channel.group)
-        loss, weight = total.tolist() if total.is_cpu else total.unbind()
-        return loss, weight
+        return total.tolist() if total.is_cpu else total.unbind()
 
 
 def _let_go(batches: list[Any]) -> Iterator[Any]:
@@ -181,11 +176,7 @@ def _checked(result: object) -> Part:
         found = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         what = f"loss_fn(output, batch) returned a sum of {found}, expected a scalar tensor."
         raise ValueError(f"{what} Sum the loss: loss.sum().")
-    # A weight on the host is a number, and a sum over several devices is a tensor like any other.
-    known = not isinstance(weight, torch.Tensor) or weight.is_cpu
-    return _whole(loss).reshape(()), float(weight) if known else _whole(weight.detach()).reshape(())
-
-
-def _whole(tensor: Any) -> torch.Tensor:
-    """The tensor, or all of a DTensor."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[no-any-return]
+    if hasattr(loss, "full_tensor"):  # of a DTensor, which no plain tensor can be added to
+        loss = loss.full_tensor()
+    on_device = isinstance(weight, torch.Tensor) and not weight.is_cpu
+    return loss.reshape(()), weight.detach().reshape(()) if on_device else float(weight)

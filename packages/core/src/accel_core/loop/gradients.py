@@ -82,14 +82,14 @@ class Gradients:
             memory = memory.to_local() if hasattr(memory, "to_local") else memory
             by_kind.setdefault((memory.device, memory.dtype), []).append(memory)
         for (device, dtype), same in by_kind.items():
-            if not isinstance(factor, torch.Tensor):
-                torch._foreach_mul_(same, factor)
-            elif dtype.itemsize >= torch.float32.itemsize:
-                torch._foreach_mul_(same, factor.to(device, dtype))
-            else:  # rounded to their dtype, it would be wrong in the third digit
+            if (
+                isinstance(factor, torch.Tensor) and dtype.itemsize < 4
+            ):  # in such a dtype, the third digit would be wrong
                 wide = factor.to(device, torch.float32)
                 for memory in same:
                     memory.mul_(wide.expand([1] * memory.dim()))
+            else:
+                torch._foreach_mul_(same, factor.to(device, dtype) if isinstance(factor, torch.Tensor) else factor)
 
     def clear_kept(self, parameters: Iterable[torch.Tensor]) -> None:
         """Makes zero what the strategy keeps of the gradients of `parameters`, in its memory."""

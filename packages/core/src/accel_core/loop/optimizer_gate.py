@@ -76,8 +76,7 @@ class OptimizerGate:
         self.checked = False  # whether what is done before the first step has been done
         self._frozen: dict[str, nn.Parameter] = {}  # held, but of a model that was frozen when it was prepared
         self._needs_backward = needs_backward or is_fused(optimizer)
-        self._inside = self._unscaled = False
-        self.was_skipped: torch.Tensor | bool = False
+        self._inside = self._unscaled = self.was_skipped = False
         self.settled = -1  # the window in which it stepped last
         self.seen_backwards = accumulation.total_backwards
         self._own_step = no_step if is_fused(optimizer) else optimizer.step
@@ -141,7 +140,7 @@ class OptimizerGate:
         self.settled = accumulation.serial
         self.seen_backwards = accumulation.total_backwards
         self._unscaled = False
-        skipped = result.skipped if isinstance(result, SkippedIf) else result is SKIPPED
+        skipped: Any = result.skipped if isinstance(result, SkippedIf) else result is SKIPPED
         if skipped is not self.was_skipped:
             self.was_skipped = vars(optimizer)[_SKIPPED] = skipped
         return result if skipped is False else None
@@ -165,7 +164,7 @@ class OptimizerGate:
 
     def resume(self) -> None:
         """The state of the optimizer was loaded: what happened here before is over."""
-        self._unscaled, self.was_skipped = False, False
+        self._unscaled = self.was_skipped = False
         self.settled = -1
         self.seen_backwards = self.accumulation.total_backwards
 

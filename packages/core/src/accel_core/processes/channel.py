@@ -4,12 +4,11 @@ An exchange is an all_gather of one flat buffer: per rank a header of 64-bit wor
 collective, digest, bytes needed, bytes beside, rows of each tensor), then the tensors, aligned. The
 digest covers the call, the structure, the dtypes and all dimensions but the first, so that ranks
 that called different things are seen. Capacities follow from earlier headers alone, the same on
-every rank; if any rank needs more, a second, larger collective follows
-(docs/decisions/0003-collectives-of-agreed-size.md). Messages have a process group of their own:
-gloo takes one for that of another collective.
+every rank; if any rank needs more, a second, larger collective follows. Messages have a process
+group of their own: gloo takes one for that of another collective.
 
-Messages lie where the host can read them without waiting for a device, if the group carries that.
-Tensors on a device go beside then: in a collective that is queued there once headers agree.
+They lie on the host if the group carries that, so that reading them waits for no device; tensors of
+a device go beside them, in a collective that is queued there once headers agree.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ KEPT_LAYOUTS = 64  # per cache
 _ALIGNMENT = 16
 _WORD = 8
 _HEADER = 4  # words before the rows
-_REFUSED = 0
 _UNWATCHED: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 
 K = TypeVar("K")
@@ -91,14 +89,13 @@ class Channel:
         rank: int,
         size: int,
         device: torch.device,
+        message_device: torch.device,
         watch: Watch | None = None,
         members: tuple[int, ...] | None = None,
-        message_device: torch.device | None = None,
     ) -> None:
         self._connect, self._watch, self._members = connect, watch, members
         self._group: dist.ProcessGroup | None = None
-        self.rank, self.size, self.device = rank, size, device
-        self.message_device = device if message_device is None else message_device
+        self.rank, self.size, self.device, self.message_device = rank, size, device, message_device
         self._number = 0  # of collectives so far, the same on every rank
         self.letters: _Cache[Hashable, Letter] = _Cache()
         self._frames: dict[Hashable, _Frame] = {}
@@ -130,11 +127,12 @@ class Channel:
                 frame = self._frame(capacity_for(largest))
                 headers = self._pass(frame, sent, given)
             beside = max([header[2] for header in headers])
-            if beside:  # on one rank at least, and all have to know where they are
-                # Buffers of each stream, for nothing orders what one queues behind what another does.
-                stream = torch.accelerator.current_stream(self.device)
+            if beside:  # on one rank at least
+                stream = torch.accelerator.current_stream(
+                    self.device
+                )  # has its buffers: what others queue is not ordered with it
                 frame = self._frame(capacity_for(max(beside, largest)), stream)
-                frame.fill(letter, tensors)
+                frame.write(letter, tensors, beside=True)
                 dist.all_gather_single(frame.received, frame.sent, group=self.group)
         self._needs[self._previous] = (*self._needs.get(self._previous, ())[1 - MEMORY :], largest)
         self._previous = letter.kind
@@ -161,7 +159,6 @@ class Channel:
     def refuse(self, error: Exception) -> NoReturn:
         """Raises `error`, about unsendable arguments; other ranks in `exchange` raise too."""
         with self._marked(REFUSED):
-            self._number += 1
             self._refuse(self._frame(self._capacity()), error)
 
     def _marked(self, name: str, details: Description | None = None) -> contextlib.AbstractContextManager[object]:
@@ -169,9 +166,8 @@ class Channel:
 
     def _pass(self, frame: _Frame, letter: Letter, tensors: Sequence[torch.Tensor]) -> list[list[int]]:
         """One collective. Returns the headers by rank, all of which agree."""
-        self._number += 1
         try:
-            headers = frame.write(letter, tensors, self._number)
+            headers = frame.write(letter, tensors)
         except Exception as error:  # noqa: BLE001  (whatever it is, the other ranks are waiting)
             self._refuse(frame, error)
         by_rank = self._gathered(frame, headers)
@@ -181,18 +177,20 @@ class Channel:
         return by_rank
 
     def _refuse(self, frame: _Frame, error: Exception) -> NoReturn:
-        headers = self._gathered(frame, frame.write_refusal(self._number))
-        if any(digest != _REFUSED for digest, *_ in headers):
+        refusal = self.letter(REFUSED, lambda: describe(REFUSED))
+        if any(header[0] != refusal.digest for header in self._gathered(frame, frame.write(refusal, ()))):
             self._descriptions({"error": f"{type(error).__name__}: {error}"})
         raise error
 
     def _gathered(self, frame: _Frame, headers: torch.Tensor) -> list[list[int]]:
         """The headers of all ranks behind their numbers, which are to be that of this collective."""
+        self._number += 1
+        frame.number.fill_(self._number)
         dist.all_gather_single(frame.received, frame.sent, group=self.group)
         by_rank: list[list[int]] = headers.tolist()
         numbers = [header.pop(0) for header in by_rank]
         if numbers.count(self._number) != self.size or (self._watch is not None and self._watch.verdict):
-            # A backend whose collective was broken off may return without having written: earlier messages lie there.
+            # A backend may return then without having written, and earlier messages still lie there.
             raise dist.DistError(
                 f"A collective was broken off, and what has arrived may be older than this call, which is number {self._number} "
                 f"(the ranks: {numbers}). Nothing of it can be used: start anew from the last checkpoint."
@@ -203,8 +201,7 @@ class Channel:
         return capacity_for(max(self._needs.get(self._previous, (FRAME_STEP,))))
 
     def _frame(self, capacity: int, stream: Hashable = None) -> _Frame:
-        """Buffers for messages or, with a stream, for what goes beside them."""
-        device = self.message_device if stream is None else self.device
+        device = self.message_device if stream is None else self.device  # beside messages, in a stream
         frame = self._frames.pop((capacity, stream), None) or _Frame(capacity, self.size, device)
         if capacity * (self.size + 1) <= KEPT_BYTES:
             self._frames[capacity, stream] = frame  # at the end: the first is the one not used for longest
@@ -215,12 +212,11 @@ class Channel:
     def _descriptions(self, description: Description) -> list[Description]:
         """All descriptions, in rank order. Two collectives, only when something is wrong."""
         text = from_bytes(bytearray(json.dumps({**description, "line": calling_line()}).encode()))
-        device = self.message_device
-        lengths = torch.empty(self.size, dtype=torch.int64, device=device)
-        dist.all_gather_single(lengths, torch.tensor([len(text)], device=device), group=self.group)
+        lengths = torch.empty(self.size, dtype=torch.int64, device=self.message_device)
+        dist.all_gather_single(lengths, torch.tensor([len(text)], device=lengths.device), group=self.group)
         longest = int(lengths.max())
-        padded = torch.nn.functional.pad(text, (0, longest - len(text)), value=ord(" ")).to(device)
-        received = torch.empty(self.size * longest, dtype=torch.uint8, device=device)
+        padded = torch.nn.functional.pad(text, (0, longest - len(text)), value=ord(" ")).to(lengths.device)
+        received = torch.empty(self.size * longest, dtype=torch.uint8, device=lengths.device)
         dist.all_gather_single(received, padded, group=self.group)
         return [json.loads(to_bytes(part)) for part in received.chunk(self.size)]
 
@@ -233,29 +229,28 @@ class _Frame:
         with torch.inference_mode(False):  # else a buffer born in inference mode could not be written outside of it
             self.sent = torch.zeros(capacity, dtype=torch.uint8, device=device)
             self.received = torch.zeros(size * capacity, dtype=torch.uint8, device=device)
-            self._number = self.sent[:_WORD].view(torch.int64).view(())
+            self.number = self.sent[:_WORD].view(torch.int64).view(())
         self._by_rank = self.received.view(size, capacity)
         self._outgoing: _Cache[Letter, tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], torch.Tensor]] = _Cache()
         self._parts: _Cache[Hashable, list[list[torch.Tensor]]] = _Cache()
 
-    def write(self, letter: Letter, tensors: Iterable[torch.Tensor], number: int) -> torch.Tensor:
+    def write(self, letter: Letter, tensors: Iterable[torch.Tensor], beside: bool = False) -> torch.Tensor:
         """Writes a message, or its header's start if it does not fit; returns a view of headers."""
-        place, header, _, headers = self._views(letter)
-        place.copy_(header)
-        self._number.fill_(number)
-        self.fill(letter, tensors)
-        return headers
-
-    def fill(self, letter: Letter, tensors: Iterable[torch.Tensor]) -> None:
-        """Writes the tensors of a message, if it fits."""
-        for body, tensor in zip(self._views(letter)[2], tensors):  # noqa: B905  (no bodies if it does not fit)
+        views = self._outgoing.get(letter)
+        if views is None:
+            fits = letter.size <= self.capacity
+            words = 1 + len(letter.header) if fits else _HEADER
+            with torch.inference_mode(False):
+                bodies = _bodies(self.sent, letter.specs, letter.rows) if fits else []
+                place = self.sent[_WORD : words * _WORD].view(torch.int64)
+                headers = self._by_rank[:, : words * _WORD].view(torch.int64)
+                views = self._outgoing[letter] = place, letter.header[: words - 1], bodies, headers
+        place, header, bodies, headers = views
+        if not beside:  # the header has been sent
+            place.copy_(header)
+        for body, tensor in zip(bodies, tensors):  # noqa: B905  (no bodies if it does not fit)
             body.copy_(tensor.detach() if tensor.requires_grad else tensor)
-
-    def write_refusal(self, number: int) -> torch.Tensor:
-        """Writes the header of a rank that refuses; returns a view of the headers' beginning."""
-        self.sent[: _HEADER * _WORD].zero_()
-        self._number.fill_(number)
-        return self._headers(_HEADER)
+        return headers
 
     def parts(self, letter: Letter, headers: list[list[int]]) -> list[list[torch.Tensor]]:
         """Views of what was received: for each tensor, one part per rank."""
@@ -273,20 +268,6 @@ class _Frame:
                     parts = [list(part) for part in zip(*by_rank, strict=True)]
             self._parts[key] = parts
         return parts
-
-    def _views(self, letter: Letter) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], torch.Tensor]:
-        views = self._outgoing.get(letter)
-        if views is None:
-            fits = letter.size <= self.capacity
-            words = 1 + len(letter.header) if fits else _HEADER
-            with torch.inference_mode(False):
-                bodies = _bodies(self.sent, letter.specs, letter.rows) if fits else []
-                place = self.sent[_WORD : words * _WORD].view(torch.int64)
-                views = self._outgoing[letter] = place, letter.header[: words - 1], bodies, self._headers(words)
-        return views
-
-    def _headers(self, words: int) -> torch.Tensor:
-        return self._by_rank[:, : words * _WORD].view(torch.int64)
 
 
 class _Cache(dict[K, V]):
@@ -322,8 +303,8 @@ def capacity_for(need: int) -> int:
 
 
 def _digest(text: str) -> int:
-    """64 bits that are the same in every process, and not `_REFUSED`."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True) or 1
+    """64 bits that are the same in every process."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 def to_bytes(tensor: torch.Tensor) -> bytearray:
