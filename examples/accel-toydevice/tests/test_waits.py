@@ -227,6 +227,7 @@ def exchanged_while_it_stands_still():
     other = torch.Stream(accelerator.device)
     torch.accelerator.synchronize()
     with held():
+        getattr(torch.toy, "_sleep", lambda seconds: None)(0.5)  # what the other stream has queued goes first
         results = [accelerator.gather(x)]
         with other:
             results.append(accelerator.gather(x * 10))

@@ -127,10 +127,8 @@ class Channel:
                 frame = self._frame(capacity_for(largest))
                 headers = self._pass(frame, sent, given)
             beside = max([header[2] for header in headers])
-            if beside:  # on one rank at least
-                stream = torch.accelerator.current_stream(
-                    self.device
-                )  # has its buffers: what others queue is not ordered with it
+            if beside:  # on one rank at least; in buffers of this stream, with which nothing orders what others queue
+                stream = torch.accelerator.current_stream(self.device)
                 frame = self._frame(capacity_for(max(beside, largest)), stream)
                 frame.write(letter, tensors, beside=True)
                 dist.all_gather_single(frame.received, frame.sent, group=self.group)
