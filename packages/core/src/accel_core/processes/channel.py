@@ -1,7 +1,7 @@
 """Exchange of bytes in a group: one collective per message, and an error instead of a hang.
 
-An exchange is an all_gather of one flat buffer: per rank a header of 64-bit words (number of the
-collective, digest, bytes needed, bytes beside, rows of each tensor), then the tensors, aligned. The
+An exchange is an all_gather of one flat buffer: per rank a header of 64-bit words (turn of the
+buffer, digest, bytes needed, bytes beside, rows of each tensor), then the tensors, aligned. The
 digest covers the call, the structure, the dtypes and all dimensions but the first, so that ranks
 that called different things are seen. Capacities follow from earlier headers alone, the same on
 every rank; if any rank needs more, a second, larger collective follows. Messages have a process
@@ -65,14 +65,16 @@ class Letter:
         self.digest = _digest(json.dumps(description))
         self.kind: Hashable = (call, description["structure"], *[leaf[1] for leaf in description["leaves"]])
         self.size = _places(self.specs, rows)[1]
-        self.header = torch.tensor([self.digest, self.size, 0, *rows], dtype=torch.int64, device=device)
+        words = [self.digest, self.size, 0, *rows]
+        self.header = torch.tensor([[1, *words], [2, *words]], dtype=torch.int64, device=device)
 
     @functools.cached_property
     def announcement(self) -> Letter:
         """The letter of a message whose tensors go beside it."""
         letter = copy.copy(self)
         letter.specs, letter.rows, letter.size = (), (), (_HEADER + len(self.rows)) * _WORD
-        letter.header = self.header.new_tensor([self.digest, letter.size, self.size, *self.rows])
+        letter.header = self.header.clone()
+        letter.header[:, 2:_HEADER] = torch.tensor([letter.size, self.size])
         return letter
 
 
@@ -96,7 +98,6 @@ class Channel:
         self._connect, self._watch, self._members = connect, watch, members
         self._group: dist.ProcessGroup | None = None
         self.rank, self.size, self.device, self.message_device = rank, size, device, message_device
-        self._number = 0  # of collectives so far, the same on every rank
         self.letters: _Cache[Hashable, Letter] = _Cache()
         self._frames: dict[Hashable, _Frame] = {}
         self._needs: _Cache[Hashable, tuple[int, ...]] = _Cache()
@@ -181,18 +182,18 @@ class Channel:
         raise error
 
     def _gathered(self, frame: _Frame, headers: torch.Tensor) -> list[list[int]]:
-        """The headers of all ranks behind their numbers, which are to be that of this collective."""
-        self._number += 1
-        frame.number.fill_(self._number)
+        """The headers of all ranks without their turns, which are to be that of this frame."""
         dist.all_gather_single(frame.received, frame.sent, group=self.group)
         by_rank: list[list[int]] = headers.tolist()
-        numbers = [header.pop(0) for header in by_rank]
-        if numbers.count(self._number) != self.size or (self._watch is not None and self._watch.verdict):
-            # A backend may return then without having written, and earlier messages still lie there.
+        if [header.pop(0) for header in by_rank].count(frame.turn) != self.size or (
+            self._watch and self._watch.verdict
+        ):
+            # A backend may return then without having written, and an earlier message still lies there.
             raise dist.DistError(
-                f"A collective was broken off, and what has arrived may be older than this call, which is number {self._number} "
-                f"(the ranks: {numbers}). Nothing of it can be used: start anew from the last checkpoint."
+                "A collective was broken off, and what has arrived may be older than this call. Nothing of it can be used: start "
+                "anew from the last checkpoint."
             )
+        frame.turn = 3 - frame.turn
         return by_rank
 
     def _capacity(self) -> int:
@@ -224,12 +225,13 @@ class _Frame:
 
     def __init__(self, capacity: int, size: int, device: torch.device) -> None:
         self.capacity = capacity
+        self.turn = 1  # by turns 1 and 2, which tells a message from what lay there before
         with torch.inference_mode(False):  # else a buffer born in inference mode could not be written outside of it
             self.sent = torch.zeros(capacity, dtype=torch.uint8, device=device)
             self.received = torch.zeros(size * capacity, dtype=torch.uint8, device=device)
-            self.number = self.sent[:_WORD].view(torch.int64).view(())
         self._by_rank = self.received.view(size, capacity)
-        self._outgoing: _Cache[Letter, tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], torch.Tensor]] = _Cache()
+        self._outgoing: _Cache[Letter, tuple[torch.Tensor, Sequence[torch.Tensor], list[torch.Tensor], torch.Tensor]]
+        self._outgoing = _Cache()
         self._parts: _Cache[Hashable, list[list[torch.Tensor]]] = _Cache()
 
     def write(self, letter: Letter, tensors: Iterable[torch.Tensor], beside: bool = False) -> torch.Tensor:
@@ -237,15 +239,15 @@ class _Frame:
         views = self._outgoing.get(letter)
         if views is None:
             fits = letter.size <= self.capacity
-            words = 1 + len(letter.header) if fits else _HEADER
+            words = letter.header.shape[1] if fits else _HEADER
             with torch.inference_mode(False):
                 bodies = _bodies(self.sent, letter.specs, letter.rows) if fits else []
-                place = self.sent[_WORD : words * _WORD].view(torch.int64)
+                place = self.sent[: words * _WORD].view(torch.int64)
                 headers = self._by_rank[:, : words * _WORD].view(torch.int64)
-                views = self._outgoing[letter] = place, letter.header[: words - 1], bodies, headers
-        place, header, bodies, headers = views
+                views = self._outgoing[letter] = place, letter.header[:, :words].unbind(), bodies, headers
+        place, by_turn, bodies, headers = views
         if not beside:  # the header has been sent
-            place.copy_(header)
+            place.copy_(by_turn[self.turn - 1])
         for body, tensor in zip(bodies, tensors):  # noqa: B905  (no bodies if it does not fit)
             body.copy_(tensor.detach() if tensor.requires_grad else tensor)
         return headers
