@@ -147,7 +147,7 @@ class Accelerator(CheckpointMethods, RecordingMethods, LoopMethods, CollectiveMe
 
     def explain(self) -> Explanation:
         """The active set-up: every choice with its source, every hook with its owner. Print it."""
-        return self._parts.explain()
+        return self._parts.explain(self._prepared.loaders)
 
     def end_training(self, *, failed: bool | None = None) -> None:
         """Ends the run: listeners, trackers, and a process group started here that no other uses.

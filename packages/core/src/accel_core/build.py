@@ -85,12 +85,15 @@ class Assembly(NamedTuple):
     trackers: Sequence[str]
     recorder: Recorder | None
 
-    def explain(self) -> Explanation:
+    def explain(self, loaders: Sequence[object] = ()) -> Explanation:
         """See `Accelerator.explain`."""
         from accel_core.plugins.explain import Detail, explain
 
         told = {} if self.recorder is None else self.recorder.details()
         details = [Detail("tracker", name, "state", text) for name, text in told.items()]
+        if self.world.device.type != "cpu" and not all(getattr(each, "pin_memory", True) for each in loaders):
+            text = "batches are copied faster, and without waiting, out of pinned memory: DataLoader(pin_memory=True)"
+            details.append(Detail("loader", type(self.loader).__name__, "hint", text))
         return explain(self.activation, self.choices, self.options, details)
 
 

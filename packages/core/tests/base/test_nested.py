@@ -208,3 +208,22 @@ def test_a_packed_sequence_is_one_value() -> None:
 
 def test_classes_are_not_moved() -> None:
     assert to_device([torch.nn.Linear], META) == [torch.nn.Linear]
+
+
+@pytest.mark.parametrize("make", [lambda leaf: leaf, lambda leaf: {"a": leaf}, lambda leaf: [(leaf,)]])
+@pytest.mark.parametrize(
+    ("pinned", "given", "expected"), [(True, False, True), (False, False, False), (False, True, True)]
+)
+def test_copies_out_of_pinned_memory_are_not_awaited(
+    make: Any, pinned: bool, given: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def to(tensor: torch.Tensor, device: torch.device, non_blocking: bool = False) -> torch.Tensor:
+        asked.append(non_blocking)
+        return torch.empty_like(tensor, device=device)
+
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: pinned)
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    to_device(make(torch.ones(2)), torch.device("meta"), given)
+    assert asked == [expected]

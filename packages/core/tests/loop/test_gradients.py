@@ -10,6 +10,7 @@ from torch import nn
 from accel_core import Accelerator, NonFiniteError, hookimpl
 from accel_core.base.errors import CheckpointError
 from accel_core.contract.tensor_layouts import Elementwise
+from accel_core.loop.gradients import Gradients
 from accel_testing import CheckpointSuite, StrategySuite
 
 
@@ -265,3 +266,25 @@ def test_a_strategy_is_told_once_of_each_model_that_it_can_let_go_of(ends):
     for end in ends:
         getattr(accelerator, end)()
         assert strategy.released == expected
+
+
+@pytest.mark.parametrize("factor", [0.37, torch.tensor(0.37, dtype=torch.float64)], ids=["number", "tensor"])
+def test_gradients_of_every_kind_are_multiplied_by_the_exact_factor(factor):
+    """In bfloat16 the factor itself would be 0.3711."""
+    values = [
+        torch.full((300,), 1000.0, dtype=torch.bfloat16),
+        torch.tensor(1000.0, dtype=torch.bfloat16),
+        torch.full((2, 2), 1000.0, dtype=torch.float16),
+        torch.tensor([1000.0, 2.0]),
+        torch.tensor([1000.0], dtype=torch.float64),
+        torch.tensor([1000.0 - 1000.0j]),
+        torch.sparse_coo_tensor([[0, 2]], [1000.0, 2.0], (3,), check_invariants=True),
+    ]
+    parameters = [torch.nn.Parameter(torch.zeros(value.shape, dtype=value.dtype)) for value in values]
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.grad = value.clone()
+    Gradients().scale(parameters, factor)
+    for parameter, value in zip(parameters, values, strict=True):
+        wide = torch.complex128 if value.is_complex() else torch.float64
+        expected = (value.to_dense().to(wide) * 0.37).to(value.dtype)
+        torch.testing.assert_close(parameter.grad.to_dense(), expected, rtol=1e-6, atol=0)

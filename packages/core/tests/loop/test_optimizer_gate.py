@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 
 from accel_core import SKIPPED, Accelerator, GradientAccumulationPlugin, Precision, hookimpl
+from accel_core.api.precision import SkippedIf
 
 
 def line() -> nn.Linear:
@@ -509,3 +510,34 @@ def test_unscaling_an_optimizer_that_is_not_prepared_is_refused() -> None:
     accelerator = Accelerator()
     with pytest.raises(ValueError, match=r"given a SGD that is not prepared: use prepare\(\)"):
         accelerator.unscale_gradients(torch.optim.SGD(line().parameters(), lr=0.1))
+
+
+class LeftToTheDevice(Precision):
+    """Steps are left out by kernels: where `overflow` says so, of which the host knows nothing yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.overflow = torch.tensor(False)
+
+    @hookimpl
+    def optimizer_step(self, step: Any) -> Any:
+        step()
+        return SkippedIf(self.overflow)
+
+
+def test_a_step_that_the_device_left_out_is_told_to_whoever_asks() -> None:
+    precision = LeftToTheDevice()
+    accelerator, model = Accelerator(mixed_precision=precision), line()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = LambdaLR(optimizer, lambda step: 0.5**step)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    seen = []
+    for overflow in (True, False, True):
+        precision.overflow = torch.tensor(overflow)
+        accelerator.backward(model(X).pow(2).mean())
+        assert optimizer.step() is None
+        assert optimizer.step_was_skipped is precision.overflow
+        scheduler.step()
+        optimizer.zero_grad()
+        seen.append((accelerator.optimizer_step_was_skipped, scheduler.get_last_lr()))
+    assert seen == [(True, [0.1]), (False, [0.05]), (True, [0.05])]

@@ -15,13 +15,15 @@ holds outside of `.grad`.
 
 **What it costs.** One pass over the gradients, and one wait for the device per step, to learn
 whether to leave it out. Where ranks hold parts of the parameters, also one all-reduce of one
-number.
+number. Optimizers whose kernels take the scale and the overflow themselves (`fused=True`) need no
+wait, unless an LR scheduler goes by whether they have stepped, or somebody asks.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -30,7 +32,7 @@ import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler, OptState
 
 from accel_core import SKIPPED
-from accel_core.api.precision import Gradients, held_by
+from accel_core.api.precision import Gradients, SkippedIf, held_by
 from accel_core.api.strategy import gate_of
 from accel_precision.handlers import GradScalerKwargs
 
@@ -94,7 +96,7 @@ class LossScaling:
             step: its own step.
 
         Returns:
-            What `step` returned, or `accel_core.SKIPPED`.
+            What `step` returned, or `accel_core.SKIPPED`, or where only the device knows, which.
 
         Raises:
             RuntimeError: if the step has a closure.
@@ -108,6 +110,8 @@ class LossScaling:
                 f"mixed_precision='bf16'."
             )
         self._meet(optimizer)
+        if self._scaler.agree is None and _unscales_itself(optimizer):
+            return SkippedIf(self._scaler.step_fused(optimizer, step))
         return SKIPPED if self._scaler.finish(optimizer) else step()
 
     def state_dict(self) -> dict[str, Any]:
@@ -239,6 +243,24 @@ class _Scaler(GradScaler):
         state["stage"] = OptState.STEPPED
         return any(found.item() for found in state["found_inf_per_device"].values())
 
+    def step_fused(self, optimizer: Any, step: Callable[[], Any]) -> torch.Tensor:
+        """Steps, in kernels that unscale; returns whether they found an overflow. Does not wait."""
+        state = self.stages[id(optimizer)]
+        unscaled = state["stage"] is OptState.UNSCALED
+        if not unscaled:
+            self._check_inf_per_device(optimizer)
+        [found] = state["found_inf_per_device"].values()
+        own = getattr(optimizer, "grad_scale", None)  # of the user
+        scale = own if unscaled else self._scale if own is None else self._scale * own
+        optimizer.grad_scale, optimizer.found_inf = scale, found.clamp_(max=1.0)
+        try:
+            step()
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf
+        state["stage"] = OptState.STEPPED
+        skipped: torch.Tensor = found.bool()
+        return skipped
+
     def update_stepped(self, waiting: Sequence[torch.Tensor]) -> None:
         """Updates the scale from the optimizers that stepped; unscaled gradients that wait stay so.
 
@@ -302,6 +324,21 @@ class _Scaler(GradScaler):
             if self.agree is not None:
                 self.agree(found_inf)
         return {found_inf.device: found_inf}
+
+
+def _unscales_itself(optimizer: Any) -> bool:
+    """Whether the kernels of its own step leave it out by themselves, with all gradients in `.grad`."""
+    if not getattr(optimizer, "_step_supports_amp_scaling", False) or not _reads_attributes(type(optimizer).step):
+        return False
+    gate = gate_of(optimizer)
+    owner = None if gate is None else gate.owner()
+    return (gate is None or gate.engine is None) and (owner is None or not owner.gradients.are_elsewhere)
+
+
+@cache
+def _reads_attributes(step: Any) -> bool:
+    """Whether a step finds the scale where torch's fused ones do: older ones take the scaler as an argument."""
+    return "grad_scaler" not in inspect.signature(step).parameters
 
 
 def _gradients(optimizer: Optimizer) -> Iterator[torch.Tensor]:

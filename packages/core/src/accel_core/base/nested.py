@@ -110,7 +110,8 @@ def to_device(tree: Tree, device: torch.device, non_blocking: bool = False) -> T
     """Puts every tensor of a tree on a device; returns the same object if all are there already.
 
     Other leaves are moved by their `to` method, if they have one. With its index (`cuda:0`), it is
-    cheap to see that a tensor is there. `non_blocking`: copies of pinned memory are not awaited.
+    cheap to see that a tensor is there. Copies out of pinned memory are not awaited, as whatever
+    reads them on the device is queued behind them; with `non_blocking`, no copies are.
     """
     kind = type(tree)
     if kind is dict or kind is tuple or kind is list:
@@ -123,7 +124,7 @@ def to_device(tree: Tree, device: torch.device, non_blocking: bool = False) -> T
         except AttributeError:  # a nested container, a string, …: look closer
             pass
     elif kind is torch.Tensor:
-        return tree if tree.device == device else tree.to(device, non_blocking=non_blocking)
+        return tree if tree.device == device else tree.to(device, non_blocking=non_blocking or tree.is_pinned())
     return _moved(tree, device, non_blocking)
 
 
@@ -133,7 +134,7 @@ def _moved(tree: Tree, device: torch.device, non_blocking: bool) -> Tree:
         new = [_moved(child, device, non_blocking) for child in children]
         return tree if all(map(operator.is_, new, children)) else rebuilt(tree, new)
     if isinstance(tree, torch.Tensor):
-        return tree.to(device, non_blocking=non_blocking)
+        return tree.to(device, non_blocking=non_blocking or (tree.device != device and tree.is_pinned()))
     return tree.to(device) if callable(getattr(tree, "to", None)) and not isinstance(tree, type) else tree
 
 

@@ -71,7 +71,7 @@ def _broadcast_object(channel: Channel, call: str, structure: str, obj: Any, sou
     lengths, parts, doubts = channel.exchange(letter, [torch.tensor([len(content)]), from_bytes(sent), _NOTHING])
     part, length, unsure = parts[source], int(lengths[source]), len(doubts[source]) > 0
     if length > SMALL_OBJECT:
-        part = from_bytes(content or bytearray(length)).to(channel.device)
+        part = from_bytes(content or bytearray(length)).to(channel.message_device)
         with collective(f"{call.partition('(')[0]}()"):
             dist.broadcast(part, group=channel.group, group_src=source)
 

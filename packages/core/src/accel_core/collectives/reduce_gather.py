@@ -126,7 +126,7 @@ def letter_for(
     described = [(path, leaf.dtype, sizes) for path, leaf, (_, _, sizes) in rows_of]
     sent = [(spec, rows) for spec, rows, _ in measured if spec is not None]
     specs, rows = [spec for spec, _ in sent], [rows for _, rows in sent]
-    letter = Letter(describe(call, outline(tree), described), specs, rows, channel.device, stacked)
+    letter = Letter(describe(call, outline(tree), described), specs, rows, channel.message_device, stacked)
     channel.letters[key] = letter
     return letter
 

@@ -110,7 +110,7 @@ def _meet(world: World, call: str, error: BaseException | None = None) -> None:
 
     channel = world.channel()
     told = bytearray(b"" if error is None else described(error).encode())
-    letter = Letter(describe(call), [(torch.uint8, ())], [len(told)], channel.device)
+    letter = Letter(describe(call), [(torch.uint8, ())], [len(told)], channel.message_device)
     with _without_timeout(world):
         (parts,) = channel.exchange(letter, [from_bytes(told)])
     failed = {rank: to_bytes(part).decode() for rank, part in enumerate(parts) if len(part)}
@@ -125,8 +125,9 @@ def _meet(world: World, call: str, error: BaseException | None = None) -> None:
 @contextmanager
 def _without_timeout(world: World) -> Iterator[None]:
     """Collectives of the world have no timeout inside; without a Watch they keep theirs."""
-    group = world.channel().group
-    backend = None if group is None or world.watch is None else group._get_backend(world.device)
+    channel = world.channel()
+    group = channel.group
+    backend = None if group is None or world.watch is None else group._get_backend(channel.message_device)
     if backend is None or not hasattr(backend, "options"):
         yield
         return

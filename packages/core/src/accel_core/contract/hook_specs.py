@@ -262,7 +262,7 @@ class HookSpecs:
 
         When: in `accelerator.backward`, and in the default `forward_backward`.
         Arguments: the (scaled) loss; a positive factor for its gradient (1/k inside `accumulate`,
-            any from `forward_backward`); whether this micro-batch closes its window; keyword
+            any from `forward_backward`, on a CPU); whether this micro-batch closes its window; keyword
             arguments of `torch.Tensor.backward`. Default: `loss.backward()` with that factor.
         """
 
@@ -287,7 +287,8 @@ class HookSpecs:
         When: in `optimizer.step()`, at the end of a window. Usual owner: the precision's scaler.
         Arguments: the optimizer, whose `step()` is its own when called from inside; `step`, which
             takes the step (`apply_step`) with the user's closure bound, as a `functools.partial`.
-        Returns: what `step()` returned, the default; `accel_core.SKIPPED` if nothing was changed.
+        Returns: what `step()` returned, the default; `accel_core.SKIPPED` if nothing was changed;
+            `SkippedIf(tensor)`, with a 0-d bool tensor, if only the device knows.
         """
 
     @owner

@@ -41,7 +41,7 @@ class Outlet:
 
     feed: Feed
     device: torch.device | None  # None: they stay
-    non_blocking: bool = False  # whether copies out of pinned memory are not waited for
+    non_blocking: bool = False  # whether no copies are waited for; those out of pinned memory never are
 
     def placed(self, batch: Any) -> Any:
         """The batch, on the device."""

@@ -4,6 +4,7 @@ Every micro-batch gives a *sum* and a *weight*, and the gradient is that of (sum
 weights) over the window and data-parallel ranks. The total is known only after the last forward,
 and all graphs until then would cost memory. So each backward runs at once, divided by a reference
 (the mean weight per rank of the window before), and reference / total multiplies once at the end.
+Sums stay on a device, so that nothing waits for it.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
-from accel_core.collectives.reduce_gather import gather, reduce_tree
+from accel_core.collectives.reduce_gather import channel_of, gather, reduce_tree
 from accel_core.loading.index_source import looked_ahead
 
 if TYPE_CHECKING:
@@ -49,7 +51,9 @@ class WindowLoop:
         self._world = world
         self._group = layout.gradient_group or layout.data_group
         self._ranks = layout.shard.count if layout.gradient_group is None else layout.gradient_group.size()
-        self._reference: float | None = None
+        self._reference: Any = (
+            None  # like all numbers here, a 0-d tensor where reading it would be a wait for the device
+        )
 
     def run(self, model: nn.Module, micro_batches: Iterable[Any], loss_fn: LossFn, inputs: Inputs) -> torch.Tensor:
         """See `Accelerator.forward_backward`. Collective over the data-parallel ranks."""
@@ -78,27 +82,26 @@ class WindowLoop:
                         loss, weight = loss.masked_fill(loss.new_ones((), dtype=torch.bool), 0.0), 0.0
                     parts.append((loss.detach(), weight))
                     if self._reference is None:
-                        self._reference = self._total(parts)[1] / self._ranks or 1.0
-                    relay.backward(relay.scale_loss(loss), 1.0 / self._reference, not following, {})
+                        self._reference = self._corrected(1.0, *self._total(parts))[0]
+                    factor = 1.0 / self._reference
+                    if isinstance(factor, torch.Tensor):
+                        # At least in single precision: float16 does not hold one over many tokens.
+                        loss = loss * factor.to(loss.device, torch.promote_types(loss.dtype, torch.float32))
+                        factor = 1.0
+                    relay.backward(relay.scale_loss(loss), factor, not following, {})
                     del loss  # its graph is not to last through the next forward
             if not parts:
                 raise ValueError(_EMPTY)
             relay.synchronise_gradients()
-            total_loss, total_weight = self._total(parts)
-            # The strategy has averaged over the ranks what is to be summed, hence the number of ranks. If nothing was
-            # summed, the gradient is zero, and there is no mean.
-            if total_weight:
-                assert self._reference is not None
-                prepared.gradients.scale(parameters, self._ranks * self._reference / total_weight)
-                self._reference = total_weight / self._ranks  # the same on all ranks, as it has to be
+            self._reference, factor, mean = self._corrected(self._reference, *self._total(parts))
+            prepared.gradients.scale(parameters, factor)
         except BaseException:
             prepared.gradients.drop(parameters, earlier)  # half a window is none: the call may be repeated
             raise
         finally:
             prepared.gradients.bring_back(earlier)
         exact = any(loss.dtype is torch.float64 for loss, _ in parts)
-        mean = total_loss / total_weight if total_weight else math.nan
-        return torch.tensor(mean, dtype=torch.float64 if exact else torch.float32, device=self._world.device)
+        return torch.as_tensor(mean, dtype=torch.float64 if exact else torch.float32, device=self._world.device)
 
     def _evened(self, micro_batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
         """Equally many micro-batches on every rank, and whether each counts. A collective."""
@@ -114,11 +117,29 @@ class WindowLoop:
             raise ValueError(f"{_EMPTY} Ranks without: {', '.join(lacking)}.")
         return _filled(own, max(lengths) - count)
 
-    def _total(self, parts: list[Part]) -> tuple[float, float]:
-        # Collected on the host at once, so that a device is waited for once in a window.
-        local = torch.tensor([[loss.item(), float(weight)] for loss, weight in parts], dtype=torch.float64).sum(0)
-        loss, weight = reduce_tree(local, self._world, "sum", group=self._group).tolist()
-        return loss, weight
+    def _corrected(self, reference: Any, loss: Any, weight: Any) -> tuple[Any, Any, Any]:
+        """The next reference, the factor of the gradients, and the mean loss."""
+        # Without a weight, the gradient is zero, and there is no mean.
+        now = weight / self._ranks  # for the strategy averages over the ranks what is to be summed
+        if not isinstance(weight, torch.Tensor):
+            return (now, reference / now, loss / weight) if weight else (reference, 1.0, math.nan)
+        none = weight == 0
+        factor, mean = (reference / now).masked_fill(none, 1.0), (loss / weight).masked_fill(none, math.nan)
+        return torch.where(none, reference, now), factor, mean
+
+    def _total(self, parts: list[Part]) -> Any:
+        """The sums of losses and weights over parts and ranks, the same on all of them."""
+        device, wide = self._world.device, self._world.widest
+        losses = torch.stack([loss.to(device) for loss, _ in parts]).sum(dtype=wide)
+        weights = torch.zeros_like(losses)
+        for _, weight in parts:  # a number is given to the kernel, where a copy would be awaited
+            weights += weight.to(device, wide) if isinstance(weight, torch.Tensor) else weight
+        total, channel = torch.stack([losses, weights]), channel_of(self._world, self._group)
+        if channel is None or channel.message_device == device:
+            total = reduce_tree(total, self._world, "sum", group=self._group)
+        else:  # queued on the device: two numbers, which nobody has to compare first
+            dist.all_reduce(total, group=channel.group)
+        return total.tolist() if total.is_cpu else total.unbind()
 
 
 def _let_go(batches: list[Any]) -> Iterator[Any]:
@@ -155,4 +176,7 @@ def _checked(result: object) -> Part:
         found = f"shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
         what = f"loss_fn(output, batch) returned a sum of {found}, expected a scalar tensor."
         raise ValueError(f"{what} Sum the loss: loss.sum().")
-    return loss.reshape(()), weight.detach() if isinstance(weight, torch.Tensor) else float(weight)
+    if hasattr(loss, "full_tensor"):  # of a DTensor, which no plain tensor can be added to
+        loss = loss.full_tensor()
+    on_device = isinstance(weight, torch.Tensor) and not weight.is_cpu
+    return loss.reshape(()), weight.detach().reshape(()) if on_device else float(weight)

@@ -74,15 +74,22 @@ class Gradients:
         for _, state in self._states():
             yield from (term.data for terms in state.values() for term in terms if isinstance(term, _layouts().Partial))
 
-    def scale(self, parameters: Iterable[torch.Tensor], factor: float) -> None:
-        """Multiplies them in place."""
-        found = self.tensors(parameters)
-        dense = [gradient for gradient in found if not gradient.is_sparse]
-        if dense:
-            torch._foreach_mul_(dense, factor)
-        for gradient in found:
-            if gradient.is_sparse:
-                gradient.mul_(factor)
+    def scale(self, parameters: Iterable[torch.Tensor], factor: torch.Tensor | float) -> None:
+        """Multiplies them in place, by a number or a 0-d tensor; neither is awaited."""
+        by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        for gradient in self.tensors(parameters):
+            memory: Any = gradient._values() if gradient.is_sparse else gradient
+            memory = memory.to_local() if hasattr(memory, "to_local") else memory
+            by_kind.setdefault((memory.device, memory.dtype), []).append(memory)
+        for (device, dtype), same in by_kind.items():
+            if (
+                isinstance(factor, torch.Tensor) and dtype.itemsize < 4
+            ):  # in such a dtype, the third digit would be wrong
+                wide = factor.to(device, torch.float32)
+                for memory in same:
+                    memory.mul_(wide.expand([1] * memory.dim()))
+            else:
+                torch._foreach_mul_(same, factor.to(device, dtype) if isinstance(factor, torch.Tensor) else factor)
 
     def clear_kept(self, parameters: Iterable[torch.Tensor]) -> None:
         """Makes zero what the strategy keeps of the gradients of `parameters`, in its memory."""

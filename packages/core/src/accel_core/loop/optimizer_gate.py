@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
@@ -41,6 +41,12 @@ SKIPPED: Final = _Skipped()
 """What the hook `optimizer_step` returns when the parameters were not changed (an overflow under loss scaling, say)."""
 
 
+class SkippedIf(NamedTuple):
+    """What it returns instead where the device alone knows, as for kernels that look by themselves."""
+
+    skipped: torch.Tensor  # 0-d bool; asking for its value waits
+
+
 class OptimizerGate:
     """The Accelerator's record of a prepared optimizer, whose steps it controls until `remove`.
 
@@ -66,7 +72,7 @@ class OptimizerGate:
         self._check_hook = None if prepared is None else prepared.check_gradients
         self._keeps_elsewhere = prepared is not None and prepared.gradients.are_elsewhere
         self.keeps = ""  # what was configured for this optimizer alone, in words
-        self._engine = engine
+        self.engine = engine
         self.checked = False  # whether what is done before the first step has been done
         self._frozen: dict[str, nn.Parameter] = {}  # held, but of a model that was frozen when it was prepared
         self._needs_backward = needs_backward or is_fused(optimizer)
@@ -124,8 +130,8 @@ class OptimizerGate:
             self._check_backward()
             if self._check_hook is not None:
                 self._check_gradients(optimizer)
-        if self._engine is not None:
-            step = _applied(self._engine, optimizer, step)
+        if self.engine is not None:
+            step = _applied(self.engine, optimizer, step)
         self._inside = True
         try:
             result = self._relay.optimizer_step(optimizer, step)
@@ -134,10 +140,10 @@ class OptimizerGate:
         self.settled = accumulation.serial
         self.seen_backwards = accumulation.total_backwards
         self._unscaled = False
-        skipped = result is SKIPPED
+        skipped: Any = result.skipped if isinstance(result, SkippedIf) else result is SKIPPED
         if skipped is not self.was_skipped:
             self.was_skipped = vars(optimizer)[_SKIPPED] = skipped
-        return None if skipped else result
+        return result if skipped is False else None
 
     def zero_grad(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
         """Clears the gradients, unless they belong to the open window."""

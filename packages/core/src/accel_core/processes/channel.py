@@ -1,16 +1,21 @@
 """Exchange of bytes in a group: one collective per message, and an error instead of a hang.
 
-An exchange is an all_gather of one flat buffer: per rank a header of 64-bit words (digest, bytes
-needed, rows of each tensor), then the tensors, aligned. The digest covers the call, the structure,
-the dtypes and all dimensions but the first, so that ranks that called different things are seen.
-Capacities follow from earlier headers alone, the same on every rank; if any rank needs more, a
-second, larger collective follows (docs/decisions/0003-collectives-of-agreed-size.md). Messages have
-a process group of their own: gloo takes one for that of another collective.
+An exchange is an all_gather of one flat buffer: per rank a header of 64-bit words (turn of the
+buffer, digest, bytes needed, bytes beside, rows of each tensor), then the tensors, aligned. The
+digest covers the call, the structure, the dtypes and all dimensions but the first, so that ranks
+that called different things are seen. Capacities follow from earlier headers alone, the same on
+every rank; if any rank needs more, a second, larger collective follows. Messages have a process
+group of their own: gloo takes one for that of another collective.
+
+They lie on the host if the group carries that, so that reading them waits for no device; tensors of
+a device go beside them, in a collective that is queued there once headers agree.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import hashlib
 import json
 import math
@@ -34,7 +39,7 @@ KEPT_FRAMES, KEPT_BYTES = 4, 64 << 20  # buffers for reuse, and the largest: a h
 KEPT_LAYOUTS = 64  # per cache
 _ALIGNMENT = 16
 _WORD = 8
-_REFUSED = 0
+_HEADER = 4  # words before the rows
 _UNWATCHED: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
 
 K = TypeVar("K")
@@ -60,13 +65,24 @@ class Letter:
         self.digest = _digest(json.dumps(description))
         self.kind: Hashable = (call, description["structure"], *[leaf[1] for leaf in description["leaves"]])
         self.size = _places(self.specs, rows)[1]
-        self.header = torch.tensor([self.digest, self.size, *rows], dtype=torch.int64, device=device)
+        words = [self.digest, self.size, 0, *rows]
+        self.header = torch.tensor([[1, *words], [2, *words]], dtype=torch.int64, device=device)
+
+    @functools.cached_property
+    def announcement(self) -> Letter:
+        """The letter of a message whose tensors go beside it."""
+        letter = copy.copy(self)
+        letter.specs, letter.rows, letter.size = (), (), (_HEADER + len(self.rows)) * _WORD
+        letter.header = self.header.clone()
+        letter.header[:, 2:_HEADER] = torch.tensor([letter.size, self.size])
+        return letter
 
 
 class Channel:
     """The exchange of messages between a group's ranks. Every method is a collective of the group.
 
     `connect` gives the process group when needed; `members`: its ranks in the world (None: all).
+    `device` is that of its tensors, `message_device` that of its messages: the CPU if it can be.
     """
 
     def __init__(
@@ -75,14 +91,15 @@ class Channel:
         rank: int,
         size: int,
         device: torch.device,
+        message_device: torch.device,
         watch: Watch | None = None,
         members: tuple[int, ...] | None = None,
     ) -> None:
         self._connect, self._watch, self._members = connect, watch, members
         self._group: dist.ProcessGroup | None = None
-        self.rank, self.size, self.device = rank, size, device
+        self.rank, self.size, self.device, self.message_device = rank, size, device, message_device
         self.letters: _Cache[Hashable, Letter] = _Cache()
-        self._frames: dict[int, _Frame] = {}
+        self._frames: dict[Hashable, _Frame] = {}
         self._needs: _Cache[Hashable, tuple[int, ...]] = _Cache()
         self._previous: Hashable = None
 
@@ -100,13 +117,22 @@ class Channel:
         single one of (ranks, trailing dimensions). Parts are detached, in a buffer that the next
         exchange overwrites. `CollectiveMismatchError` on every rank if calls differ.
         """
+        sent, given = letter, tensors
+        if self.message_device != self.device and any(tensor.device.type == self.device.type for tensor in tensors):
+            sent, given = letter.announcement, ()
         with self._marked(letter.name, letter.description):
             frame = self._frame(self._capacity())
-            headers = self._pass(frame, letter, tensors)
+            headers = self._pass(frame, sent, given)
             largest = max([header[1] for header in headers])
             if largest > frame.capacity:
                 frame = self._frame(capacity_for(largest))
-                headers = self._pass(frame, letter, tensors)
+                headers = self._pass(frame, sent, given)
+            beside = max([header[2] for header in headers])
+            if beside:  # on one rank at least; in buffers of this stream, with which nothing orders what others queue
+                stream = torch.accelerator.current_stream(self.device)
+                frame = self._frame(capacity_for(max(beside, largest)), stream)
+                frame.write(letter, tensors, beside=True)
+                dist.all_gather_single(frame.received, frame.sent, group=self.group)
         self._needs[self._previous] = (*self._needs.get(self._previous, ())[1 - MEMORY :], largest)
         self._previous = letter.kind
         return frame.parts(letter, headers)
@@ -122,7 +148,7 @@ class Channel:
         """The letter that was made for this key, or a new one."""
         letter = self.letters.get(key)
         if letter is None:
-            letter = self.letters[key] = Letter(description(), specs, rows, self.device, stacked)
+            letter = self.letters[key] = Letter(description(), specs, rows, self.message_device, stacked)
         return letter
 
     def arrive(self, name: str) -> None:
@@ -143,27 +169,41 @@ class Channel:
             headers = frame.write(letter, tensors)
         except Exception as error:  # noqa: BLE001  (whatever it is, the other ranks are waiting)
             self._refuse(frame, error)
-        dist.all_gather_single(frame.received, frame.sent, group=self.group)
-        by_rank: list[list[int]] = headers.tolist()
+        by_rank = self._gathered(frame, headers)
         for header in by_rank:
             if header[0] != letter.digest:
                 raise mismatch(self._descriptions(letter.description))
         return by_rank
 
     def _refuse(self, frame: _Frame, error: Exception) -> NoReturn:
-        headers = frame.write_refusal()
-        dist.all_gather_single(frame.received, frame.sent, group=self.group)
-        if any(digest != _REFUSED for digest, _ in headers.tolist()):
+        refusal = self.letter(REFUSED, lambda: describe(REFUSED))
+        if any(header[0] != refusal.digest for header in self._gathered(frame, frame.write(refusal, ()))):
             self._descriptions({"error": f"{type(error).__name__}: {error}"})
         raise error
+
+    def _gathered(self, frame: _Frame, headers: torch.Tensor) -> list[list[int]]:
+        """The headers of all ranks without their turns, which are to be that of this frame."""
+        dist.all_gather_single(frame.received, frame.sent, group=self.group)
+        by_rank: list[list[int]] = headers.tolist()
+        if [header.pop(0) for header in by_rank].count(frame.turn) != self.size or (
+            self._watch and self._watch.verdict
+        ):
+            # A backend may return then without having written, and an earlier message still lies there.
+            raise dist.DistError(
+                "A collective was broken off, and what has arrived may be older than this call. Nothing of it can be used: start "
+                "anew from the last checkpoint."
+            )
+        frame.turn = 3 - frame.turn
+        return by_rank
 
     def _capacity(self) -> int:
         return capacity_for(max(self._needs.get(self._previous, (FRAME_STEP,))))
 
-    def _frame(self, capacity: int) -> _Frame:
-        frame = self._frames.pop(capacity, None) or _Frame(capacity, self.size, self.device)
+    def _frame(self, capacity: int, stream: Hashable = None) -> _Frame:
+        device = self.message_device if stream is None else self.device  # beside messages, in a stream
+        frame = self._frames.pop((capacity, stream), None) or _Frame(capacity, self.size, device)
         if capacity * (self.size + 1) <= KEPT_BYTES:
-            self._frames[capacity] = frame  # at the end: the first is the one not used for longest
+            self._frames[capacity, stream] = frame  # at the end: the first is the one not used for longest
             if len(self._frames) > KEPT_FRAMES:
                 del self._frames[next(iter(self._frames))]
         return frame
@@ -171,11 +211,11 @@ class Channel:
     def _descriptions(self, description: Description) -> list[Description]:
         """All descriptions, in rank order. Two collectives, only when something is wrong."""
         text = from_bytes(bytearray(json.dumps({**description, "line": calling_line()}).encode()))
-        lengths = torch.empty(self.size, dtype=torch.int64, device=self.device)
-        dist.all_gather_single(lengths, torch.tensor([len(text)], device=self.device), group=self.group)
+        lengths = torch.empty(self.size, dtype=torch.int64, device=self.message_device)
+        dist.all_gather_single(lengths, torch.tensor([len(text)], device=lengths.device), group=self.group)
         longest = int(lengths.max())
-        padded = torch.nn.functional.pad(text, (0, longest - len(text)), value=ord(" ")).to(self.device)
-        received = torch.empty(self.size * longest, dtype=torch.uint8, device=self.device)
+        padded = torch.nn.functional.pad(text, (0, longest - len(text)), value=ord(" ")).to(lengths.device)
+        received = torch.empty(self.size * longest, dtype=torch.uint8, device=lengths.device)
         dist.all_gather_single(received, padded, group=self.group)
         return [json.loads(to_bytes(part)) for part in received.chunk(self.size)]
 
@@ -185,33 +225,32 @@ class _Frame:
 
     def __init__(self, capacity: int, size: int, device: torch.device) -> None:
         self.capacity = capacity
+        self.turn = 1  # by turns 1 and 2, which tells a message from what lay there before
         with torch.inference_mode(False):  # else a buffer born in inference mode could not be written outside of it
             self.sent = torch.zeros(capacity, dtype=torch.uint8, device=device)
             self.received = torch.zeros(size * capacity, dtype=torch.uint8, device=device)
         self._by_rank = self.received.view(size, capacity)
-        self._outgoing: _Cache[Letter, tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], torch.Tensor]] = _Cache()
+        self._outgoing: _Cache[Letter, tuple[torch.Tensor, Sequence[torch.Tensor], list[torch.Tensor], torch.Tensor]]
+        self._outgoing = _Cache()
         self._parts: _Cache[Hashable, list[list[torch.Tensor]]] = _Cache()
 
-    def write(self, letter: Letter, tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    def write(self, letter: Letter, tensors: Iterable[torch.Tensor], beside: bool = False) -> torch.Tensor:
         """Writes a message, or its header's start if it does not fit; returns a view of headers."""
         views = self._outgoing.get(letter)
         if views is None:
             fits = letter.size <= self.capacity
-            words = len(letter.header) if fits else 2
+            words = letter.header.shape[1] if fits else _HEADER
             with torch.inference_mode(False):
                 bodies = _bodies(self.sent, letter.specs, letter.rows) if fits else []
                 place = self.sent[: words * _WORD].view(torch.int64)
-                views = self._outgoing[letter] = place, letter.header[:words], bodies, self._headers(words)
-        place, header, bodies, headers = views
-        place.copy_(header)
+                headers = self._by_rank[:, : words * _WORD].view(torch.int64)
+                views = self._outgoing[letter] = place, letter.header[:, :words].unbind(), bodies, headers
+        place, by_turn, bodies, headers = views
+        if not beside:  # the header has been sent
+            place.copy_(by_turn[self.turn - 1])
         for body, tensor in zip(bodies, tensors):  # noqa: B905  (no bodies if it does not fit)
             body.copy_(tensor.detach() if tensor.requires_grad else tensor)
         return headers
-
-    def write_refusal(self) -> torch.Tensor:
-        """Writes the header of a rank that refuses; returns a view of the headers' beginning."""
-        self.sent[: 2 * _WORD].zero_()
-        return self._headers(2)
 
     def parts(self, letter: Letter, headers: list[list[int]]) -> list[list[torch.Tensor]]:
         """Views of what was received: for each tensor, one part per rank."""
@@ -225,13 +264,10 @@ class _Frame:
                     parts = [[row.view(len(row), *sizes)] for row, sizes in rows]
                 else:
                     ranks = zip(self._by_rank, headers, strict=True)
-                    by_rank = [_bodies(buffer, letter.specs, words[2:]) for buffer, words in ranks]
+                    by_rank = [_bodies(buffer, letter.specs, words[_HEADER - 1 :]) for buffer, words in ranks]
                     parts = [list(part) for part in zip(*by_rank, strict=True)]
             self._parts[key] = parts
         return parts
-
-    def _headers(self, words: int) -> torch.Tensor:
-        return self._by_rank[:, : words * _WORD].view(torch.int64)
 
 
 class _Cache(dict[K, V]):
@@ -245,7 +281,7 @@ class _Cache(dict[K, V]):
 
 def _places(specs: Sequence[Spec], rows: Sequence[int]) -> tuple[list[tuple[int, int]], int]:
     """The begin and end of each tensor in a message, in bytes, and the size of the message."""
-    end = (2 + len(rows)) * _WORD
+    end = (_HEADER + len(rows)) * _WORD
     places = []
     for (dtype, sizes), count in zip(specs, rows, strict=True):
         begin = -(-end // _ALIGNMENT) * _ALIGNMENT
@@ -267,8 +303,8 @@ def capacity_for(need: int) -> int:
 
 
 def _digest(text: str) -> int:
-    """64 bits that are the same in every process, and not `_REFUSED`."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True) or 1
+    """64 bits that are the same in every process."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
 def to_bytes(tensor: torch.Tensor) -> bytearray:

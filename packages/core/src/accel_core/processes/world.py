@@ -224,6 +224,13 @@ class World:
                 f"the group is started (the first Accelerator, or init_process_group), or leave the argument out here."
             )
 
+    @functools.cached_property
+    def widest(self) -> torch.dtype:
+        """The widest floating dtype of the device, for sums: float64, or float32 if it lacks that."""
+        with contextlib.suppress(Exception):  # each device has its own
+            return torch.ones((), dtype=torch.float64, device=self.device).add_(1).dtype
+        return torch.float32
+
     @property
     def group(self) -> dist.ProcessGroup | None:
         """The default group; None in a world of one without one. `WorldError` once it has ended."""
@@ -272,7 +279,9 @@ class World:
             members = None if group is None else tuple(dist.get_process_group_ranks(group))
             ranks = members or tuple(range(self.size))
             connect, rank = functools.partial(self._group_of, ranks, "messages"), ranks.index(self.rank)
-            self._channels[group] = Channel(connect, rank, len(ranks), self.device, self.watch, members)
+            # Groups of messages have the backends of the default one. If somebody else started that, it may have none for the CPU.
+            lies = torch.device("cpu") if "cpu:" in dist.get_backend_config(self.group) else self.device
+            self._channels[group] = Channel(connect, rank, len(ranks), self.device, lies, self.watch, members)
         return self._channels[group]
 
     def group_beside(self, group: dist.ProcessGroup, purpose: str) -> dist.ProcessGroup:

@@ -21,7 +21,6 @@ def check_alike(model: nn.Module, world: World) -> None:
     """Raises `CollectiveMismatchError` on all ranks if a model differs over them. A collective."""
     if world.size == 1:
         return
-    from accel_core.processes.channel import Letter
     from accel_core.processes.mismatch_report import describe
 
     frozen = {name: " (frozen)" for name, parameter in model.named_parameters() if not parameter.requires_grad}
@@ -30,10 +29,7 @@ def check_alike(model: nn.Module, world: World) -> None:
         for name, tensor in (*model.named_parameters(), *model.named_buffers())
     )
     channel = world.channel()
-    letter = channel.letters.get(leaves)
-    if letter is None:  # the channel keeps every letter
-        letter = channel.letters[leaves] = Letter(describe("prepare()", "", leaves), (), (), channel.device)
-    channel.exchange(letter, ())
+    channel.exchange(channel.letter(leaves, lambda: describe("prepare()", "", leaves)), ())
 
 
 def place_model(model: nn.Module, request: PrepareRequest) -> None:
