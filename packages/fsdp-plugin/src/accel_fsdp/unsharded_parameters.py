@@ -66,13 +66,15 @@ class WholeParameters:
         """Has the backward of a model's outputs average the gradients, if it synchronises."""
         if not (self._groups and self._parameters):
             return
+        if current_backward() == -1:  # the last one may not have come to its end
+            self._running = False
+            self._sent.clear()
 
         def begins(_: torch.Tensor) -> None:
             backward = current_backward()
             if self._awaited != backward and synchronisation.travels:
                 self._awaited, self._running, self._again = backward, True, False
                 self._left = {id(each) for each in self._parameters if each.requires_grad}
-                self._sent.clear()
                 engine: Any = torch.autograd.Variable._execution_engine
                 engine.queue_callback(self._average)
 
