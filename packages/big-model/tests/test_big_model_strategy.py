@@ -10,7 +10,7 @@ from torch import nn
 
 from accel_big_model import Dispatch, has_offloaded_params, init_empty_weights, load_checkpoint_and_dispatch
 from accel_checkpoint import write_weights
-from accel_core import Accelerator, NotInstalledError, Precision, PrecisionPolicy, WorldError
+from accel_core import Accelerator, NotInstalledError, Precision, PrecisionPolicy, TorchDynamoPlugin, WorldError
 from accel_core.api.launcher import find
 
 
@@ -177,6 +177,23 @@ def test_a_model_without_weights_is_refused():
         model = net()
     with pytest.raises(ValueError, match=r"without weights: '0.linear.weight' is on the meta device. Fill it: acc"):
         Accelerator(strategy="dispatch", cpu=True).prepare(model)
+
+
+@pytest.mark.parametrize("by_blocks", [False, True])
+def test_a_model_or_its_equal_blocks_are_one_graph(by_blocks):
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    plugin = TorchDynamoPlugin(backend=backend, fullgraph=True, use_regional_compilation=by_blocks)
+    model = Accelerator(strategy="dispatch", dynamo_plugin=plugin, cpu=True).prepare(net())
+    model(
+        X.clone().requires_grad_()
+    ).sum().backward()  # so that the input of the first block is like those of the others
+    torch._dynamo.reset()
+    assert len(graphs) == 1
 
 
 def test_compiled_calls(weights):

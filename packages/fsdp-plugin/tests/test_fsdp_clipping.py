@@ -1,14 +1,16 @@
 """The norm over parts is the norm of the whole, whatever the parts lie on."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel_core import World
-from accel_fsdp.clipping import clip, total_norm
+from accel_fsdp.clipping import clip, total_norm, wide
 from accel_testing import run_ranks
 
 NORMS = (1.0, 2.0, 3.5, math.inf)
@@ -57,6 +59,43 @@ def whole(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.clone()
 
 
+class WithoutDoubles(TorchDispatchMode):
+    """Refuses double precision, as Intel Arc, MPS and some NPUs do."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if getattr(result, "dtype", None) is torch.float64:
+            raise RuntimeError("Required aspect fp64 is not supported on the device")
+        return result
+
+
+def without_doubles():
+    wide.cache_clear()
+    parameters = laid_out()
+    try:
+        with WithoutDoubles():
+            return total_norm([parameter.grad for parameter in parameters], 3.5)
+    finally:
+        wide.cache_clear()
+
+
+def where_powers_are_summed():
+    """The kind of device of what is reduced, where the world's is not that of the gradients."""
+    reduced, patch = [], pytest.MonkeyPatch()
+
+    def noted(tensor, *_, **__):
+        reduced.append(tensor.device.type)
+        raise InterruptedError
+
+    gradient = laid_out()[0].grad
+    patch.setattr(World, "current", lambda: SimpleNamespace(device=torch.device("meta")))
+    patch.setattr(dist, "all_reduce", noted)
+    with pytest.raises(InterruptedError):
+        total_norm([gradient], 2.0)
+    patch.undo()
+    return reduced
+
+
 def on_two_ranks():
     facts = {}
     for norm_type in NORMS:
@@ -70,8 +109,11 @@ def on_two_ranks():
     half = [parameter.grad.bfloat16() for parameter in parameters[1:]]
     parameters = laid_out()
     far = clip(parameters, 1e6, 2.0)
+    narrow, devices = without_doubles(), where_powers_are_summed()
     dist.barrier()
     return {
+        "narrow": narrow,
+        "devices": devices,
         "clipped": facts,
         "alone": alone,
         "without": without,
@@ -100,6 +142,16 @@ def test_mixed_gradients_are_clipped_by_the_norm_of_the_whole(facts, norm_type):
         torch.testing.assert_close(found, norm)
         for gradient, parameter in zip(gradients, reference, strict=True):
             torch.testing.assert_close(gradient, parameter.grad)
+
+
+def test_devices_without_double_precision_find_the_norm_in_single_precision(facts):
+    for rank in facts:
+        torch.testing.assert_close(rank["narrow"], norm_of(whole_gradients(), 3.5))
+
+
+def test_norms_of_parts_in_the_memory_of_the_host_are_reduced_on_the_device_of_the_world(facts):
+    for rank in facts:
+        assert rank["devices"] == ["meta"]
 
 
 @pytest.mark.parametrize(("number", "layout"), list(enumerate(LAYOUTS)))

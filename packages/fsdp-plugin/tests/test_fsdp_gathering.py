@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from accel_core import Accelerator
+from accel_core import DDP, Accelerator
 from accel_fsdp import FSDP
 from accel_testing import run_ranks
 
@@ -92,6 +92,56 @@ def trained(strategy):
     return losses, kept, gradients, told
 
 
+class Branch(nn.Module):
+    """Uses one of two layers, and one of its norms, by what it is told."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.often = nn.LayerNorm(5), nn.LayerNorm(5)
+        self.one, self.other = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x, first):
+        y = (self.one if first else self.other)(self.norm(x))
+        return x + (self.often(y) if first else y)
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Branch() for _ in range(2)), nn.Linear(5, 3)
+
+    def forward(self, x, first):
+        for block in self.blocks:
+            x = block(x, first)
+        return self.head(x)
+
+
+def window(strategy):
+    """The gradients of a window whose micro-batches use different parameters of each unit."""
+    accelerator = Accelerator(strategy=strategy, mixed_precision="bf16", cpu=True)
+    torch.manual_seed(0)
+    model = accelerator.prepare(Branches())
+    x = torch.linspace(-1, 1, 20).view(4, 5) + accelerator.process_index
+    with accelerator.no_sync(model):
+        accelerator.backward(model(x, True).square().mean())
+    accelerator.backward(model(2 * x, False).square().mean())
+    named = accelerator.unwrap_model(model).named_parameters()
+    return {
+        name: (each.grad.full_tensor() if isinstance(each.grad, DTensor) else each.grad).tolist()
+        for name, each in named
+    }
+
+
+def windows():
+    return {
+        "ddp": window(DDP(find_unused_parameters=True)),
+        "fsdp": window(FSDP()),
+        "replicated": window(FSDP(replicate=2)),
+        "offloaded": window(FSDP(cpu_offload=True)),
+        "without norms": window(FSDP(ignored_modules=["blocks.*.norm", "blocks.*.often"])),
+    }
+
+
 def strategies():
     return {
         "ddp": trained("ddp"),
@@ -102,9 +152,28 @@ def strategies():
     }
 
 
+def jobs():
+    return strategies(), windows()
+
+
 @pytest.fixture(scope="module")
-def ranks():
-    return run_ranks(strategies, 2, timeout=100)
+def both():
+    return run_ranks(jobs, 2, timeout=100)
+
+
+@pytest.fixture(scope="module")
+def ranks(both):
+    return [found for found, _ in both]
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "replicated", "offloaded", "without norms"])
+def test_a_window_may_use_other_parameters_in_each_micro_batch(both, strategy):
+    for _, found in both:
+        assert found[strategy].keys() == found["ddp"].keys()
+        for name, gradient in found["ddp"].items():
+            assert torch.allclose(torch.tensor(found[strategy][name]), torch.tensor(gradient), rtol=1e-6, atol=1e-8), (
+                name
+            )
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "recomputed", "in float32"])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
+import inspect
 import pickle
 import subprocess
 import sys
@@ -327,6 +329,57 @@ def under_ddp() -> list[bool]:
 
 def test_blocks_train_and_evaluate_under_ddp() -> None:
     assert run_ranks(under_ddp, 2, timeout=110) == [[True] * 5] * 2
+
+
+def graphs(strategy: str) -> list[tuple[int, bool]]:
+    """How many graphs a training step is, whole and by blocks, and whether its gradients are those of one process."""
+    found, expected = [], trained(Net(8, 8, 8), rows())[1:]
+    for by_blocks in (False, True):
+        backend = Backend()
+        plugin = TorchDynamoPlugin(backend=backend, fullgraph=True, use_regional_compilation=by_blocks)
+        accelerator = Accelerator(strategy=strategy, dynamo_plugin=plugin, cpu=True)
+        model = accelerator.prepare(Net(8, 8, 8))
+        part = rows().chunk(accelerator.num_processes)[accelerator.process_index]
+        accelerator.backward(model(part).pow(2).mean())
+        found.append((backend.graphs, close([each.grad for each in model.parameters()], expected)))
+        torch._dynamo.reset()
+    return found
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("ddp", 2)])
+def test_a_model_or_its_equal_blocks_are_one_graph_under_each_strategy(strategy: str, ranks: int) -> None:
+    assert run_ranks(graphs, ranks, strategy, timeout=60) == [[(1, True), (1, True)]] * ranks
+
+
+class Hooked(nn.Module):
+    """A block that cannot be traced as it is called: a hook of it is none of the compiler's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+        self.seen: list[int] = []
+        self.register_forward_hook(torch.compiler.disable(lambda module, *_: module.seen.append(1)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x)
+
+
+@pytest.mark.parametrize("by_blocks", [False, True])
+def test_hooks_of_some_modules_stay_outside_of_what_is_compiled(by_blocks: bool) -> None:
+    backend, model = Backend(), nn.Sequential(Hooked(), Hooked(), Hooked())
+    own = model[1].forward = functools.partial(Hooked.forward, model[1])
+    x = rows().requires_grad_()  # so that the input of the first block is like those of the others
+    expected = trained(copy.deepcopy(model), x)
+    options = {"backend": backend, "fullgraph": True, "use_regional_compilation": by_blocks}
+    for _ in range(2):  # prepared again, it is compiled anew
+        compile_calls(model, options, hooked=(model, *model))
+        assert close(trained(model, x), expected)
+        assert str(inspect.signature(model[0].forward)) == "(x: 'torch.Tensor') -> 'torch.Tensor'"
+    assert backend.graphs == 2 * (2 if by_blocks else 3)  # the forward that was set on one of them is another one
+    assert all(len(block.seen) == 2 for block in model)
+    forget_compiled(model)
+    assert model[1].forward is own
+    assert not any("forward" in vars(model[number]) for number in (0, 2))
 
 
 def by_inductor() -> bool:

@@ -10,7 +10,7 @@ dims, and with parameters that it has beside its children: outside of autocast, 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -30,6 +30,9 @@ class Gathering:
         whole: its parameters that are not cut.
         request: the dtypes of the precision, and whether autocast is on.
         dtype: the one in which all parameters are gathered; None: the policy decides.
+
+    Attributes:
+        as_stored: the modules whose parameters are gathered in the dtype in which they are stored.
     """
 
     def __init__(
@@ -40,27 +43,7 @@ class Gathering:
         self._dtype = compute if dtype is None else dtype
         self._keeps = dtype is None and compute is not None
         self._whole = {id(parameter) for parameter in whole}
-        self._kept = {id(module) for module in self._left_alone(model)} if self._keeps else set()
-
-    def parts(self, unit: Unit) -> Iterator[tuple[Unit, Any]]:
-        """The parts of a unit to gather together, each with its policy; the unit is last.
-
-        Args:
-            unit: the units inside of it have been sharded already.
-        """
-        members = unit if isinstance(unit, list) else [unit]
-        if all(id(member) in self._kept for member in members):
-            yield unit, self._dtypes(members, None)
-            return
-        kept = [
-            module
-            for member in members
-            for module in member.modules()
-            if id(module) in self._kept and _is_uncut(module)
-        ]
-        if kept:
-            yield list(dict.fromkeys(kept)), self._dtypes(kept, None)
-        yield unit, self._dtypes(members, self._dtype)
+        self.as_stored = set(self._left_alone(model)) if self._keeps else set()
 
     def __str__(self) -> str:
         if self._dtype is None:
@@ -68,15 +51,16 @@ class Gathering:
         name = str(self._dtype).removeprefix("torch.")
         return f"{name}, norms and embeddings in their own dtype" if self._keeps else name
 
-    def _dtypes(self, members: Iterable[nn.Module], dtype: torch.dtype | None) -> Any:
-        """Inputs and outputs are cast by the calls of the root alone, as under every strategy."""
+    def policy(self, unit: Unit) -> Any:
+        """The dtypes of a unit. Inputs and outputs are cast by the calls of the root alone."""
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
         reduce = self._policy.reduce or self._policy.param
-        if reduce is None and dtype is not None:  # torch's own choice would be the dtype of gathering
+        if reduce is None and self._dtype is not None:  # torch's own choice would be the dtype of gathering
+            members = unit if isinstance(unit, list) else [unit]
             stored = (each for member in members for each in member.parameters() if id(each) not in self._whole)
             reduce = next((each.dtype for each in stored), None)
-        return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce, cast_forward_inputs=False)
+        return MixedPrecisionPolicy(param_dtype=self._dtype, reduce_dtype=reduce, cast_forward_inputs=False)
 
     def _left_alone(self, model: nn.Module) -> Iterator[nn.Module]:
         """Modules whose parameters autocast leaves alone: embeddings, and those of one dim."""
@@ -96,7 +80,7 @@ class Gathering:
         return is_leaf and (isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or all(each.dim() < 2 for each in own))
 
 
-def _is_uncut(module: nn.Module) -> bool:
-    from torch.distributed.fsdp import FSDPModule
-
-    return not isinstance(module, FSDPModule)
+def is_lookup(unit: Unit) -> bool:
+    """Whether a unit reads rows of a table, whose gradient needs no table."""
+    plain = isinstance(unit, nn.Embedding) and type(unit).forward is nn.Embedding.forward
+    return plain and "forward" not in vars(unit)

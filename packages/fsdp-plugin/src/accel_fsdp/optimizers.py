@@ -133,7 +133,7 @@ def _part(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def check(optimizer: Optimizer) -> None:
-    """Raises if an optimizer cannot step its DTensors. Collective; it changes nothing.
+    """Raises if an optimizer cannot step its DTensors. Collective; it chooses `foreach` alone.
 
     A copy of it steps small parameters twice, those cut like its own and the same ones whole, and
     has to find the same values. It takes milliseconds; seconds, where the optimizer compiles
@@ -150,6 +150,14 @@ def check(optimizer: Optimizer) -> None:
             f"{name} was prepared under FSDP, but it steps each parameter during the backward, before gradients have travelled. "
             f"{_INSTEAD}"
         )
+    for group in optimizer.param_groups:
+        # torch's own choice on accelerators is to step all at once, which it cannot where some are whole.
+        if (
+            len(set(map(is_sharded, group["params"]))) > 1
+            and group.get("foreach", True) is None
+            and not group.get("fused")
+        ):
+            group["foreach"] = False
     world = World.current()
     reasons = gather_objects([_failure(optimizer, world.device)], world)
     reason = next((each for each in reasons if each is not None), None)

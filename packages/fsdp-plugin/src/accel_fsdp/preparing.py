@@ -31,13 +31,14 @@ from accel_core.api.strategy import (
     override_calls,
 )
 from accel_fsdp.activation_checkpointing import checkpoint_units
-from accel_fsdp.engine_internals import gather_apart, gathered_parameters, keep_in_parts
+from accel_fsdp.engine_internals import gather_apart, gather_as_stored, gathered_parameters, keep_in_parts
 from accel_fsdp.export import save_whole
-from accel_fsdp.gathering import Gathering
+from accel_fsdp.gathering import Gathering, is_lookup
 from accel_fsdp.gradient_sync import ShardedModel, Synchronisation, attach, synchronisation_of
 from accel_fsdp.meta_init import is_meta
 from accel_fsdp.optimizers import carry, carrying
 from accel_fsdp.output_views import return_no_views
+from accel_fsdp.sharding import is_sharded
 from accel_fsdp.tensor_parallel import apply_plan
 from accel_fsdp.unsharded_parameters import WholeParameters
 from accel_fsdp.validation import TRAVELS, check, check_dtypes, check_hooks, check_lookups
@@ -199,7 +200,8 @@ def dress_and_compile(model: nn.Module, request: PrepareRequest) -> None:
     """Has calls of a model that is sharded go by a request; its parameters stay as they are."""
     override_calls(model, request.policy, request.device_type, request.autocast)
     if request.compile_options is not None:
-        compile_calls(model, request.compile_options)
+        own = synchronisation_of(model)
+        compile_calls(model, request.compile_options, () if own is None else own.units)
 
 
 def prepare_whole(model: nn.Module, request: PrepareRequest, place: Place) -> None:
@@ -271,22 +273,49 @@ def shard(
         "ignored_params": set(whole),
         **offloading(options, place.world.device),
     }
+    device = place.world.device
+    moves = torch._has_compatible_shallow_copy_type(torch.empty(0), torch.empty(0, device=device))
     for parameter in (each for each in whole if not each.is_meta):
-        parameter.data = parameter.data.to(place.world.device)
+        if moves:
+            parameter.data = parameter.data.to(device)
+        else:
+            torch.utils.swap_tensors(parameter, nn.Parameter(parameter.data.to(device), parameter.requires_grad))
     partly = neighbours(reshard, place)
     for unit in (*units, model):
         return_no_views(unit)
-    for unit in units:
-        for part, dtypes in gathering.parts(unit):
-            fully_shard(part, reshard_after_forward=bool(reshard), mp_policy=dtypes, **settings)
-            if partly is not None:
-                keep_in_parts(part, partly)
-    for part, dtypes in gathering.parts(model):
+        if not moves:
+            bring(unit, device)
         # The root is needed first in the backward, so torch's own choice is to keep it gathered until then.
-        kept = None if reshard and part is model else False
-        fully_shard(part, reshard_after_forward=kept, mp_policy=dtypes, **settings)
+        again = None if reshard and unit is model else bool(reshard)
+        fully_shard(unit, reshard_after_forward=again, mp_policy=gathering.policy(unit), **settings)
+        gather_as_stored(unit, gathering.as_stored)
+        if partly is not None and unit is not model:
+            keep_in_parts(unit, partly)
+        if is_lookup(unit) and not options.activation_checkpointing:
+            # Its gradient needs the indices alone.
+            unit.set_unshard_in_backward(False)  # type: ignore[union-attr, operator]
     gather_apart(model, place.world)
     model.set_reduce_scatter_unused_params(options.reduce_unused_parameters)  # type: ignore[operator]
+
+
+def bring(unit: Unit, device: torch.device) -> None:
+    """Puts tensors on a device of which none can take the place of another's in a parameter.
+
+    torch moves a unit's parameters by giving them the memory of others; devices that are made
+    outside of torch may not offer that.
+    """
+    moved: dict[torch.Tensor, torch.Tensor] = {}
+    for member in unit if isinstance(unit, list) else [unit]:
+        for module in member.modules():
+            for held in (module._parameters, module._buffers):
+                for name, tensor in held.items():
+                    if tensor is None or tensor.device == device or tensor.is_meta or is_sharded(tensor):
+                        continue
+                    if tensor not in moved:
+                        data = tensor.detach().to(device)
+                        is_parameter = isinstance(tensor, nn.Parameter)
+                        moved[tensor] = nn.Parameter(data, tensor.requires_grad) if is_parameter else data
+                    held[name] = moved[tensor]  # type: ignore[assignment]
 
 
 def neighbours(number: bool | int, place: Place) -> DeviceMesh | None:

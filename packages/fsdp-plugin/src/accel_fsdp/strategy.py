@@ -63,9 +63,9 @@ class FSDP(Strategy):
     What a model computes is what it computes under any other strategy, in every dtype: parameters
     keep their dtype, and a `compute` dtype is that of autocast. Where there is one, parameters are
     gathered in it, but for those of norms and embeddings, which autocast leaves alone.
-    `gather_dtype` gathers all of them in one dtype, which saves a small collective per unit: in
-    bfloat16, norms and embeddings then compute with rounded parameters (on a CPU, a norm of a
-    float32 input refuses to); in float32, autocast keeps a copy of every weight until the backward.
+    `gather_dtype` gathers all of them in one dtype: in bfloat16, norms and embeddings then compute
+    with rounded parameters (on a CPU, a norm of a float32 input refuses to); in float32, autocast
+    keeps a copy of every weight until the backward.
 
     A model that is frozen as a whole, or prepared for evaluation only, is not sharded: one rank
     alone may call it.

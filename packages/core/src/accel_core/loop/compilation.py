@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from types import CodeType
 from typing import Any
 
@@ -38,52 +38,71 @@ def resolve_compilation(
     return option, None if off else given
 
 
-def compile_calls(model: nn.Module, options: Mapping[str, Any]) -> None:
+def compile_calls(model: nn.Module, options: Mapping[str, Any], hooked: Iterable[nn.Module] = ()) -> None:
     """Makes calls of `model` run compiled; there is no wrapper, so nothing is named `_orig_mod`.
 
     With `use_regional_compilation=True` only its repeated blocks run compiled, and share one
     compilation: the members of each outermost `nn.ModuleList` or `nn.Sequential` of one class and
     equal parameters. Copies and pickles run uncompiled. Other `options` are of `torch.compile`.
+    Hooks of the `hooked` modules cannot be compiled: of the innermost, the forward alone is.
     """
-    given = dict(options)
+    given, outside = dict(options), set(hooked)
     regional = given.pop(REGIONAL, False)
     regions = list(dict.fromkeys(_repeated(model))) if regional else []
     if regional and not regions:
         what = f"{REGIONAL}=True was asked for, but {type(model).__name__} has no nn.ModuleList or nn.Sequential with"
         warnings.warn(f"{what} members of one class and equal parameters. It is compiled as a whole.", stacklevel=2)
     codes: dict[Hashable, CodeType] = {}
-    for region in regions or [model]:
-        kind = _kind(region)
-        codes[kind] = _compile(region, given, codes.get(kind))
+    for module in dict.fromkeys(each for region in regions or [model] for each in _whole_parts(region, outside)):
+        kind = (_kind(module), module in outside) if regions else id(module)
+        codes[kind] = _compile(module, given, codes.get(kind), module in outside)
 
 
 def forget_compiled(model: nn.Module) -> None:
     """Makes calls of `model` and its blocks run as before `compile_calls`."""
     for module in model.modules():
-        module._compiled_call_impl = _before(module)
+        _undo(module)
 
 
-def _compile(model: nn.Module, options: Mapping[str, Any], code: CodeType | None) -> CodeType:
-    """Compiles calls of `model`; the result lets those of an equal module share the code."""
+def _whole_parts(region: nn.Module, hooked: set[nn.Module]) -> list[nn.Module]:
+    """The region; or the hooked modules inside of it that have no others inside themselves."""
+    inner = [part for child in region.children() for part in _whole_parts(child, hooked)]
+    return [part for part in inner if part in hooked] or [region]
+
+
+def _compile(module: nn.Module, options: Mapping[str, Any], code: CodeType | None, inside: bool) -> CodeType:
+    """Compiles calls, or the forward; the result lets an equal module share the code."""
     # `nn.Module.compile` leaves modules of torch's own classes uncompiled without a word: the compiler skips frames of theirs that
     # it is entered through, and not that of a function around the call. It keeps what it compiled with the code object of that, and
     # stops after the eighth variant of one: with a single one the ninth model of a process would run uncompiled.
+    _undo(module)
+    forward = module.forward if inside else None
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return model._call_impl(*args, **kwargs)
+        return module._call_impl(*args, **kwargs) if forward is None else forward(*args, **kwargs)
 
     call.__code__ = call.__code__.replace() if code is None else code
     if options.get("options") is not None:
         options = {**options, "options": dict(options["options"])}  # torch takes entries out of it
     compiled: Any = torch.compile(call, **options)
-    setattr(compiled, _BEFORE, _before(model))
-    model._compiled_call_impl = compiled
+    if forward is None:
+        setattr(compiled, _BEFORE, module._compiled_call_impl)
+        module._compiled_call_impl = compiled
+    else:
+        setattr(compiled, _BEFORE, vars(module).get("forward"))
+        compiled.__wrapped__ = forward  # which has the signature
+        module.forward = compiled
     return call.__code__
 
 
-def _before(module: nn.Module) -> Callable[..., Any] | None:
-    current = module._compiled_call_impl
-    return getattr(current, _BEFORE, current)
+def _undo(module: nn.Module) -> None:
+    """Puts back what `_compile` has replaced."""
+    called, forward = module._compiled_call_impl, vars(module).get("forward")
+    module._compiled_call_impl = getattr(called, _BEFORE, called)
+    if hasattr(forward, _BEFORE):
+        del vars(module)["forward"]
+        if (before := getattr(forward, _BEFORE)) is not None:
+            module.forward = before
 
 
 def _repeated(module: nn.Module) -> list[nn.Module]:
