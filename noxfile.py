@@ -185,7 +185,12 @@ def hello(session: nox.Session) -> None:
     """
     built_with = {need for folder in THIRD_PARTIES for need in build_requirements(folder)}
     session.install("--prefer-binary", "-c", "constraints.txt", *sorted(built_with))
-    install(session, ["core", "testing", "data", "precision", "diagnostics"], *GROUPS["test"], others=THIRD_PARTIES)
+    install(
+        session,
+        ["core", "testing", "big-model", "data", "precision", "diagnostics"],
+        *GROUPS["test"],
+        others=THIRD_PARTIES,
+    )
     for folder in THIRD_PARTIES:  # one process each, because a device is there for the whole process that imports it
         session.run("pytest", str(folder / "tests"), *session.posargs)
 

@@ -18,7 +18,8 @@ from sharded_strategies import Rows
 from torch import nn
 
 from accel_checkpoint import background
-from accel_checkpoint.background import Background, Staging
+from accel_checkpoint.background import Background
+from accel_checkpoint.host_copies import Staging
 from accel_core import Accelerator, CheckpointError, ProjectConfiguration
 from accel_core.api.component import capture_random_state, restore_random_state
 from accel_testing import RanksFailed, assert_dies, live_objects, run_ranks
@@ -375,7 +376,7 @@ def test_nothing_outlives_the_accelerator(mode, heard, tmp_path):
 
 
 def test_staging_memory_is_used_again_and_holds_any_dtype():
-    staging = Staging()
+    staging = Staging(0)
     dtypes = (torch.bool, torch.bfloat16, torch.complex128, torch.float8_e5m2, torch.int64)
     tensors = {str(dtype): torch.ones(3).to(dtype) for dtype in dtypes}
     tensors |= {"scalar": torch.tensor(1.5), "empty": torch.empty(0, 4), "turned": torch.rand(3, 2).T}

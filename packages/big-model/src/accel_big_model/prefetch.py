@@ -55,6 +55,7 @@ class Prefetcher:
         self._taking = threading.Lock()
         self._ahead: deque[_Ahead] = deque()
         self._thread: ThreadPoolExecutor | None = None
+        self._streams: dict[torch.device, torch.Stream] = {}  # of the thread: memory is used again in one stream only
 
     def take(self, source: Source) -> dict[str, torch.Tensor]:
         """The weights of `source`, which are needed now. Raises what fetching them raised."""
@@ -65,6 +66,8 @@ class Prefetcher:
             else:
                 self._forget()
                 weights = source.fetch()
+            for weight in weights.values():
+                _use(weight)
             self._fetch_ahead(source, source.note(weights))
             return weights
 
@@ -94,7 +97,7 @@ class Prefetcher:
                 return  # a module that is called twice: what comes after it is not known
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="accel-prefetch")
-            weights = self._thread.submit(_fetch, guess, _computing_stream(guess.execution_device), held)
+            weights = self._thread.submit(self._fetch, guess, held)
             self._ahead.append(_Ahead(weakref.ref(guess), guess.nbytes, weights))
             ahead, last = ahead + guess.nbytes, guess
 
@@ -102,24 +105,29 @@ class Prefetcher:
         following = None if source is None else self._next.get(source)
         return None if following is None else following()
 
+    def _fetch(self, source: Source, held: object) -> dict[str, torch.Tensor]:  # noqa: ARG002
+        """Fetches in the thread, on a stream of its own: copies run beside the computation.
 
-def _computing_stream(device: torch.device) -> torch.Stream | None:
-    """The stream of the thread that calls the model: each thread has a current one of its own."""
-    return None if device.type in ("cpu", "meta") else torch.accelerator.current_stream(device)
-
-
-def _fetch(source: Source, computing: torch.Stream | None, held: object) -> dict[str, torch.Tensor]:  # noqa: ARG001
-    """Fetches in the thread, on a stream of its own: copies run beside the computation.
-
-    `held`: the tied weights of the module that computes, which are found as long as somebody has them.
-    """
-    if computing is None:
-        weights = source.fetch()
-    else:
-        with torch.Stream(source.execution_device) as stream:
+        `held`: the tied weights of the module that computes, which are found as long as somebody
+        has them.
+        """
+        device = source.execution_device
+        if device.type in ("cpu", "meta"):
             weights = source.fetch()
-        stream.synchronize()  # only this thread waits
-        for weight in weights.values():
-            weight.record_stream(computing)  # its memory is not given away before what computes has used it
-    source.note(weights)
-    return weights
+        else:
+            if device not in self._streams:
+                self._streams[device] = torch.Stream(device)
+            with self._streams[device] as stream:
+                weights = source.fetch()
+                stream.synchronize()  # only this thread waits
+        source.note(weights)
+        return weights
+
+
+def _use(weight: Any) -> None:
+    """Has the memory of a weight, which is of another stream perhaps, last until the current stream has used it."""
+    if hasattr(weight, "__tensor_flatten__"):
+        for part in weight.__tensor_flatten__()[0]:
+            _use(getattr(weight, part))
+    elif weight.device.type not in ("cpu", "meta"):
+        weight.record_stream(torch.accelerator.current_stream(weight.device))

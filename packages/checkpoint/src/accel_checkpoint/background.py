@@ -1,8 +1,10 @@
 """Saving during training: a thread writes copies; its errors are raised at the next save or wait.
 
-*Eager*: all is copied before `save_state` returns. *Lazy*: the thread copies what only a step
-changes; the next step waits for it. A change by others fails the save, by the tensor's version
-(writes to `tensor.data` have none). Ranks report by small files: a thread has no collectives.
+*Eager*: all is copied before `save_state` returns. *Lazy*: what only a step changes is copied
+later, and the next step waits for it: in CPU memory by the thread, on an accelerator beside the
+computation, where the device waits and not the host. A change by others fails the save, by the
+tensor's version (writes to `tensor.data` have none). Ranks report by small files: a thread has no
+collectives.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from accel_checkpoint.collective_steps import everywhere
 from accel_checkpoint.deferred import refuse_deferred
 from accel_checkpoint.files.disk import write_new
 from accel_checkpoint.files.part_file import plain
+from accel_checkpoint.host_copies import Staging, copy, on_accelerator
 from accel_checkpoint.writing import Publication, Work, Written
 from accel_core import CheckpointError
 
@@ -34,7 +37,6 @@ if TYPE_CHECKING:
 
 Mode = Literal["eager", "lazy"]
 
-ALIGNMENT = 64  # bytes: copies begin at multiples of it, as vector instructions like it
 ORPHANED = 15.0  # seconds for which a process that is ending waits for files of other ranks, while none of them grows
 _POLL = 0.02
 
@@ -46,32 +48,13 @@ class Job(NamedTuple):
     publisher: Publication | None
 
 
-class Staging:
-    """Memory for copies, kept between saves: its first use costs more time than copying."""
-
-    def __init__(self) -> None:
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-
-    def room(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """A place in CPU memory for each tensor, of its shape and dtype, until the next call."""
-        starts, end = {}, 0
-        for key, tensor in tensors.items():
-            starts[key] = end
-            end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-        if len(self._buffer) < end:
-            self._buffer = torch.empty(end, dtype=torch.uint8)
-        return {
-            key: self._buffer[starts[key] : starts[key] + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            for key, tensor in tensors.items()
-        }
-
-
 class Background:
     """At most one save that is being written by a thread."""
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._staging = Staging()
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
+        self._staging = Staging(memory // 2 // world.local_size)  # the other half is for everything else
         self._save: _Save | None = None
 
     def start(self, work: Work, data: Path, publisher: Publication | None, members: Sequence[int], mode: Mode) -> None:
@@ -132,6 +115,11 @@ class _Save:
         self._waits = waits
         self._unfinished: Publication | None = None
         self.copied = threading.Event()
+        self._taken = threading.Event()  # what the thread copies itself
+        self._behind: list[torch.Event] = []  # reached when the rest is there, which accelerators copy meanwhile
+        self._comparing = threading.Lock()
+        self._live: Mapping[str, torch.Tensor] = {}  # what is copied later, until it was compared
+        self._changed: list[str] = []
         self._data = data
         self._rank, self._members = place
         self._work: Work | None = None
@@ -145,26 +133,34 @@ class _Save:
         self._thread: threading.Thread | None = None
 
     def begin(self, job: Job, staging: Staging, mode: Mode) -> None:
-        """Copies what cannot wait, and starts the thread."""
+        """Copies what cannot wait, and starts the thread. The rest on accelerators is enqueued."""
         room = self._take(job, staging)
-        later = job.work.lasting if mode == "lazy" else {}
-        self._copy(room, [key for key in room if key not in later])
-        if not later:
+        tensors, later = job.work.tensors, job.work.lasting if mode == "lazy" else {}
+        self._live = {key: tensors[key] for key in later}
+        self._behind = copy((room[key], tensors[key]) for key in room if key not in later)
+        if mode == "lazy":
+            beside = ((room[key], tensor) for key, tensor in self._live.items() if on_accelerator(tensor))
+            self._behind += copy(beside, staging)
+        for event in self._behind if mode == "eager" else ():
+            event.synchronize()
+        by_thread = [key for key, tensor in self._live.items() if not on_accelerator(tensor)]
+        if mode == "eager" or not (later or self._behind):
             self._let_go()
-        self._start(lambda: self._run(room, list(later)))
+        self._start(lambda: self._run(room, by_thread))
 
     def begin_alone(self, prepare: Callable[[], Job], staging: Staging, draft: Draft) -> None:
-        """Starts the thread, which copies everything."""
+        """Starts the thread, which copies everything; nothing of it is on an accelerator."""
 
         def run() -> None:
             try:
                 room = self._take(prepare(), staging)
             except Exception as error:  # noqa: BLE001  (raised where somebody asks for it)
                 self._failure = error
-                self.copied.set()
+                self._let_go()
                 self._told.set()
                 draft.discard()
                 return
+            self._live = {key: self._own.tensors[key] for key in self._own.lasting}
             self._run(room, list(room))
 
         self._start(run)
@@ -182,8 +178,11 @@ class _Save:
         self._thread.start()
 
     def wait_for_copies(self) -> None:
-        """Returns when training may change what is saved."""
-        self.copied.wait()
+        """Returns when training may change what is saved, by what it enqueues from now on."""
+        self._taken.wait()
+        self._compare()
+        for event in self._behind:
+            torch.accelerator.current_stream(event.device).wait_event(event)
 
     def join_part(self) -> None:
         """Waits until this rank has written its part, and raises what kept it from that."""
@@ -222,12 +221,17 @@ class _Save:
         self.report()  # of an Accelerator that has died, nobody can ask
 
     @property
-    def _taken(self) -> Work:
+    def _own(self) -> Work:
         assert self._work is not None, "a job was taken"
         return self._work
 
     def _let_go(self) -> None:
-        self._taken.tensors = {}
+        if self._work is not None:
+            self._work.tensors = {}
+        with self._comparing:
+            self._live = {}
+        self._behind = []
+        self._taken.set()
         self.copied.set()
 
     def _run(self, room: dict[str, torch.Tensor], later: Sequence[str]) -> None:
@@ -238,7 +242,7 @@ class _Save:
             self._failure = error
             self._tell_failure(error)
         finally:
-            self._taken.tensors = {}
+            self._own.tensors = {}
             self._told.set()
         publisher, self._publisher = self._publisher, None
         if publisher is not None:
@@ -249,8 +253,8 @@ class _Save:
             self._copy(room, later)
         finally:
             self._let_go()
-        self._taken.tensors = room
-        written = self._taken.write(self._data)
+        self._own.tensors = room
+        written = self._own.write(self._data)
         if len(self._members) > 1:
             write_new(self._message(self._rank, "done"), json.dumps(written.to_json()).encode())
         return written
@@ -269,20 +273,26 @@ class _Save:
         publisher.draft.discard()
 
     def _copy(self, room: Mapping[str, torch.Tensor], keys: Sequence[str]) -> None:
-        changed = []
-        versions = self._taken.lasting
-        with torch.no_grad():
-            for key in keys:
-                live = self._taken.tensors[key]
-                room[key].copy_(live)
-                if key in versions and live._version != versions[key]:
-                    changed.append(key)
-        if changed:
+        try:
+            copy((room[key], self._own.tensors[key]) for key in keys)
+        finally:
+            self._taken.set()
+            for event in self._behind:
+                torch.accelerator.set_device_index(event.device.index)  # else this thread would begin the first one
+                event.synchronize()
+        self._compare()
+        if self._changed:
             raise CheckpointError(
-                f"{len(changed)} tensors were changed while save_state(asynchronous='lazy') copied them, not by the step of a "
-                f"prepared optimizer: {', '.join(sorted(changed)[:8])}. Change them after wait_for_checkpoint(), or save with "
+                f"{len(self._changed)} tensors were changed while save_state(asynchronous='lazy') copied them, not by the step of a "
+                f"prepared optimizer: {', '.join(self._changed[:8])}. Change them after wait_for_checkpoint(), or save with "
                 f"asynchronous='eager'."
             )
+
+    def _compare(self) -> None:
+        """Notes what was changed: once, by the thread behind its copies or by the step that waits."""
+        with self._comparing:
+            live, self._live = self._live, {}
+            self._changed += sorted(key for key, tensor in live.items() if tensor._version != self._own.lasting[key])
 
     def _tell_failure(self, error: Exception) -> None:
         if len(self._members) > 1:

@@ -57,7 +57,10 @@ class SaveRequest:
 
 def save(run: Run, request: SaveRequest, background: Background) -> None:
     """Saves a checkpoint, or begins to; errors are raised on every rank. A collective."""
-    if request.mode == "lazy" and run.world.size == 1 and not request.hooks:
+    on_cpu = all(
+        parameter.is_cpu for parameter in run.prepared.learned()
+    )  # what is not, is copied without a wait anyway
+    if request.mode == "lazy" and run.world.size == 1 and on_cpu and not request.hooks:
         _save_lazily_alone(run, request, background)
         return
     hooked = _compare_calls(run, request)

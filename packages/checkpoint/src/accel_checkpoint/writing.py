@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,6 +18,7 @@ from accel_checkpoint.files.index import Index
 from accel_checkpoint.files.manifest import Manifest
 from accel_checkpoint.files.part_file import write_part
 from accel_checkpoint.files.stored import StoredFile
+from accel_checkpoint.host_copies import contents
 from accel_checkpoint.plan import Claim, Description, Task
 from accel_core.api.layouts import Alias, Elementwise, Opaque, Partial, Piece, Replicated
 
@@ -223,9 +223,9 @@ class Publication:
 
 def _digest(encoded: Encoded) -> str:
     digest = xxhash.xxh3_128(json.dumps(encoded.skeleton, sort_keys=True).encode())
-    for path, tensor in sorted(encoded.tensors.items()):
+    found = sorted(encoded.tensors.items())
+    for (path, tensor), parts in zip(found, contents([tensor.detach() for _, tensor in found]), strict=True):
         digest.update(f"{path} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        content = tensor.detach().contiguous().cpu()
-        if content.numel():
-            digest.update((ctypes.c_char * content.nbytes).from_address(content.data_ptr()))
+        for data in parts:
+            digest.update(data)
     return digest.hexdigest()

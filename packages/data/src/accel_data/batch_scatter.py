@@ -57,7 +57,7 @@ class Mailbox:
         self._needs: deque[int] = deque(maxlen=MEMORY)
         self._frames: list[Frame] = []
         self._encoders = [Encoder() for _ in range(self.size - 1)]
-        self._decoder = Decoder()
+        self._decoder = Decoder(pinned=_pins(world.device))
 
     def post(self, serial: int, sequence: int, words: Sequence[int], parts: Sequence[Sequence[Item]]) -> None:
         """Sends each rank its batches with a few integers, and all `words`. Collective; for rank 0.
@@ -177,6 +177,17 @@ def message_device(channel: Channel) -> torch.device:
     """The CPU where the group carries what lies there, else the accelerator."""
     on_cpu = channel.size == 1 or "cpu:" in dist.get_backend_config(channel.group)
     return torch.device("cpu") if on_cpu else channel.device
+
+
+def _pins(device: torch.device) -> bool:
+    """Whether batches are to be copied to a device from page-locked memory, and there is some."""
+    if device.type == "cpu":
+        return False
+    try:
+        torch.empty(1, pin_memory=True)
+    except RuntimeError:  # a device without it: batches are copied all the same
+        return False
+    return True
 
 
 def _quoted(frame: Frame, words: Sequence[int], start: int) -> RuntimeError:

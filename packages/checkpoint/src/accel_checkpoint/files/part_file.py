@@ -11,32 +11,29 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 import xxhash
 
 from accel_checkpoint.boxes import flat_range
-from accel_checkpoint.deferred import data_of, is_deferred
+from accel_checkpoint.deferred import is_deferred
 from accel_checkpoint.files.disk import CHUNK, READ, Output, hash_of, is_memory, memory, new_file, open_file, read_into
 from accel_checkpoint.files.stored import BLOCK, DTYPES, StoredFile, StoredTensor
+from accel_checkpoint.host_copies import bits, contents
 from accel_checkpoint.weights.tensor_files import header_of, in_order
 from accel_core import CheckpointError
 from accel_core.api.layouts import Box
 
-STAGED = 32 << 20  # bytes of a tensor on an accelerator that are copied to the CPU at a time: more is not faster
 _ALIGNMENT = 64  # the tensors begin at a multiple of it, so that readers can map them without a copy
-
-# Bits are moved, and no numbers: every dtype can be, and no NaN changes on the way.
-_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 def write_part(path: Path, tensors: Mapping[str, torch.Tensor]) -> StoredFile:
     """Writes tensors to a new file, which is on the disk on return, and returns its description.
 
     They may be on any device, with any strides; only those not in contiguous CPU memory are copied,
-    in small parts. CheckpointError is raised for what is no plain tensor, before any write.
+    in parts (`host_copies`). CheckpointError is raised for what is no plain tensor, before any write.
     """
     found = {key: tensor if is_deferred(tensor) else plain(key, tensor) for key, tensor in tensors.items()}
     if "__metadata__" in found:
@@ -46,9 +43,9 @@ def write_part(path: Path, tensors: Mapping[str, torch.Tensor]) -> StoredFile:
     stored: dict[str, StoredTensor] = {}
     with new_file(path) as output:
         output.write(memoryview(header))
-        for key in keys:
+        for key, parts in zip(keys, contents([found[key] for key in keys]), strict=True):
             offset, tensor = output.position, found[key]
-            hashes = _write(tensor, output)
+            hashes = _write(parts, output)
             dtype = str(tensor.dtype).removeprefix("torch.")
             stored[key] = StoredTensor(dtype, tuple(tensor.shape), offset, tensor.nbytes, hashes)
     return StoredFile(path.name, output.position, len(header), xxhash.xxh3_128_hexdigest(header), stored)
@@ -73,11 +70,11 @@ def _refusal(key: str, found: str, advice: str) -> CheckpointError:
     return CheckpointError(text)
 
 
-def _write(tensor: torch.Tensor, output: Output) -> tuple[str, ...]:
-    """Writes the elements in row-major order. Returns the hashes of their blocks."""
+def _write(parts: Iterable[memoryview], output: Output) -> tuple[str, ...]:
+    """Writes the bytes of a tensor. Returns the hashes of their blocks."""
     assert sys.byteorder == "little", "the format is little-endian"
     hashes, hasher, filled = [], xxhash.xxh3_128(), 0
-    for data in _in_memory(data_of(tensor)):
+    for data in parts:
         begin = 0
         while begin < len(data):
             chunk = data[begin : begin + min(CHUNK, BLOCK - filled)]
@@ -90,39 +87,6 @@ def _write(tensor: torch.Tensor, output: Output) -> tuple[str, ...]:
                 hasher.reset()
                 filled = 0
     return (*hashes, hasher.hexdigest()) if filled else tuple(hashes)
-
-
-def _in_memory(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """The bytes of the elements in row-major order: the tensor's own, or copies part by part."""
-    if not tensor.numel():
-        return
-    if is_memory(tensor):
-        yield memory(tensor)
-        return
-    limit = BLOCK if tensor.device.type == "cpu" else STAGED
-    staging = torch.empty(min(limit, tensor.nbytes), dtype=torch.uint8)
-    for part in _parts(_bits(tensor), limit):
-        staged = staging[: part.nbytes].view(part.dtype).view(part.shape)
-        staged.copy_(part)
-        yield memory(staged)
-
-
-def _parts(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
-    """Views of at most `limit` bytes that follow each other in row-major order."""
-    if tensor.nbytes <= limit:
-        yield tensor
-        return
-    rows = limit * len(tensor) // tensor.nbytes
-    for begin in range(0, len(tensor), max(rows, 1)):
-        if rows:
-            yield tensor[begin : begin + rows]
-        else:
-            yield from _parts(tensor[begin], limit)
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """A view in a dtype of equal size; the tensor itself if its conj or neg bit is set."""
-    return tensor if tensor.is_conj() or tensor.is_neg() else tensor.view(_CARRIERS[tensor.element_size()])
 
 
 class PartReader:
@@ -286,5 +250,5 @@ def _blocks(stored: StoredTensor, elements: range) -> Iterator[tuple[int, range]
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
     if source.dtype == target.dtype and not target.is_conj() and not target.is_neg():
-        source, target = _bits(source), _bits(target)
+        source, target = bits(source), bits(target)
     target.copy_(source)
