@@ -157,6 +157,26 @@ def test_driver_of_another_build_is_nothing_to_warn_of(machine: Path, monkeypatc
         assert acquire(place(0, 1), cpu=False) == torch.device("cpu")
 
 
+class WithoutFloat64(torch.Tensor):
+    """A tensor whose device has no float64, as MPS has none."""
+
+    def to(self, *_: Any, **__: Any) -> torch.Tensor:
+        raise TypeError("Cannot convert a MPS Tensor to float64 dtype. Please use float32 instead.")
+
+
+def test_a_dtype_that_the_device_lacks_is_torchs_own_error() -> None:
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(torch.utils.data.DataLoader([torch.ones(1).double()], collate_fn=_on_a_device_without))
+    with pytest.raises(
+        TypeError, match=r"^Cannot convert a MPS Tensor to float64 dtype\. Please use float32 instead\.$"
+    ):
+        next(iter(loader))
+
+
+def _on_a_device_without(samples: list[torch.Tensor]) -> torch.Tensor:
+    return samples[0].as_subclass(WithoutFloat64)
+
+
 # cpu=True --------------------------------------------------------------------------------------------------------------------
 
 
