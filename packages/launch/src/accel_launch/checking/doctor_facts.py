@@ -52,7 +52,7 @@ def facts(place: Place) -> dict[str, Any]:
 def _driver(root: Path = Path("/")) -> str:
     """The version of the driver of NVIDIA or AMD; empty where there is none, or it does not tell."""
     for path, pattern in (
-        ("proc/driver/nvidia/version", r"\b(\d+\.\d[\d.]*)"),
+        ("proc/driver/nvidia/version", r" (\d+\.\d[\d.]*)"),
         ("sys/module/amdgpu/version", r"(\S+)"),
     ):
         with suppress(OSError):
