@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,8 @@ import pytest
 from accel_deepspeed.operators import chosen_accelerator
 from accel_testing import no_leaks, preload
 
+# Else DeepSpeed asks the driver when it is imported, after which no process that is forked can use a GPU: tests/test_forking.py.
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
 with chosen_accelerator():  # which puts back what DeepSpeed sets in the environment when it is imported
     import deepspeed  # noqa: F401
 

@@ -36,6 +36,7 @@ def report(rank: int, machine: int = 0, **told: Any) -> dict[str, Any]:
         "interface": "",
         "versions": {"python": "3.12.1", "torch": "2.13.0", "accel-core": "0.1.0"},
         "variables": {"OMP_NUM_THREADS": "1"},
+        "driver": "580.65.06",
         "shared memory": 8 << 30,
         "open files": 65536,
         "doors": {str(1 - rank): {"ms": 0.4}},
@@ -66,6 +67,7 @@ def test_two_processes_are_examined_for_real(tmp_path, monkeypatch):
         assert each["group"]["sum"] == each["group"]["expected"] == 3
         assert 0 < each["doors"][other]["ms"] < 1000
         assert "step" not in each
+        assert each["group"]["GB/s"] > 0
         assert {"python", "torch", "accel-core", "accel-launch"} <= each["versions"].keys()
 
 
@@ -147,6 +149,47 @@ CASES = {
         False,
         "Machine 0 (node0) has 64 MiB of shared memory free (/dev/shm); workers of loaders pass batches through it.",
         "--shm-size",
+    ),
+    "peers that hang": (
+        [report(0, peers={"GB/s": {"0 to 1": 20.0}, "wrong": [], "stuck": "1 to 0"}), report(1)],
+        True,
+        (
+            "The driver of machine 0 (node0) says that GPUs reach each other's memory, and a copy from 1 to 0 did not end."
+        ),
+        "NCCL_P2P_DISABLE=1",
+    ),
+    "peers that bring something else": (
+        [report(0, peers={"GB/s": {}, "wrong": ["0 to 1"]}), report(1)],
+        True,
+        "The driver of machine 0 (node0) says that GPUs reach each other's memory, and a copy from 0 to 1 brought other values.",
+        "NCCL_P2P_DISABLE=1",
+    ),
+    "peers that NCCL leaves alone": (
+        [report(0, variables={"NCCL_P2P_DISABLE": "1"}, peers={"GB/s": {}, "wrong": [], "stuck": "0 to 1"}), report(1)],
+        False,
+        "The driver of machine 0 (node0) says that GPUs reach each other's memory, and a copy from 0 to 1 did not end.",
+        "NCCL_P2P_DISABLE=1",
+    ),
+    "peers that were not tried": (
+        [report(0, peers={"GB/s": {}, "wrong": [], "error": "CUDA error: all devices are busy"}), report(1)],
+        False,
+        "Copies between the GPUs of machine 0 (node0) could not be tried: CUDA error: all devices are busy",
+        "it means nothing",
+    ),
+    "models": (
+        [
+            report(rank, group={"device": f"cuda:{rank}", "model": f"H{rank + 1}00, 79 GiB", "met": 1})
+            for rank in (0, 1)
+        ],
+        False,
+        "Not all devices are alike: H100, 79 GiB: rank 0; H200, 79 GiB: rank 1.",
+        "as the slowest",
+    ),
+    "drivers": (
+        [report(0), report(1, machine=1, driver="550.54")],
+        False,
+        "The drivers differ: 580.65.06 on machine 0, 550.54 on machine 1.",
+        "Install the same",
     ),
     "files": (
         [report(0), report(1, machine=1, **{"open files": 1024})],
@@ -238,6 +281,41 @@ def test_facts_are_those_of_this_machine_and_hide_secrets(monkeypatch):
     assert "RANK" not in found["variables"]
     assert examine([found | {"host resolves to": ["10.0.0.1"], "shared memory": None, "open files": None}], 1) == []
     assert doctor_findings.SHARED_MEMORY > 0
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "version"),
+    [
+        (
+            "proc/driver/nvidia/version",
+            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\nGCC version: gcc 12.2.0\n",
+            "550.54.15",
+        ),
+        (
+            "proc/driver/nvidia/version",
+            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n",
+            "580.65.06",
+        ),
+        ("sys/module/amdgpu/version", "6.12.12\n", "6.12.12"),
+        ("another", "1", ""),
+    ],
+)
+def test_the_version_of_the_driver_is_what_the_kernel_says(tmp_path, path, text, version):
+    (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / path).write_text(text)
+    assert doctor_facts._driver(tmp_path) == version
+
+
+def test_the_page_tells_how_fast_ranks_send_and_gpus_copy(capsys):
+    peers = {"GB/s": {"0 to 1": 21.5, "1 to 0": 12.25}, "wrong": []}
+    reports = [report(rank) for rank in (0, 1)]
+    reports[0]["peers"] = peers
+    for each, speed in zip(reports, (1.5, 1.25), strict=True):
+        each["group"] |= {"GB/s": speed}
+    doctor_findings.print_page(reports, [], 2)
+    page = capsys.readouterr().out
+    assert "In a sum of 16 MiB over all ranks, each sends 1.25 GB/s.\n" in page
+    assert "Between the GPUs of machine 0, copies take 12.2 (from 1 to 0) to 21.5 GB/s.\n" in page
 
 
 @pytest.mark.parametrize("text", ["soon", "0", "-1", "inf", "nan"])

@@ -25,6 +25,11 @@ class TestFP16True(PrecisionSuite):
     tolerance, gradient_tolerance = 2e-2, 5e-2
 
 
+class TestTF32(PrecisionSuite):
+    precision = "tf32"
+    tolerance, gradient_tolerance = 1e-2, 2e-2
+
+
 class TestFP8(PrecisionSuite):
     precision = "fp8"
     strategies = (("ddp", 2),)

@@ -120,6 +120,16 @@ def test_environment_follows_the_test_and_its_argument(monkeypatch: pytest.Monke
     assert seen == {"OF_THE_TEST": "yes", "ADDED": "x", "LOCAL_RANK": None}
 
 
+def test_devices_are_hidden_unless_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of AMD's an empty list hides none."""
+    names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+    monkeypatch.setenv(names[0], "3")
+    monkeypatch.delenv(names[1], raising=False)
+    assert run_ranks(environment, 1, *names) == [dict.fromkeys(names, "-1")]
+    assert run_ranks(environment, 1, *names, devices=True) == [{names[0]: "3", names[1]: None}]
+    assert run_ranks(environment, 1, *names, env={names[0]: "4"}) == [{names[0]: "4", names[1]: "-1"}]
+
+
 def test_each_rank_computes_on_one_thread() -> None:
     assert run_ranks(threads, 2) == [(1, 1), (1, 1)]
 

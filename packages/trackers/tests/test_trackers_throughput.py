@@ -6,6 +6,7 @@ import gc
 import mmap
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -180,7 +181,12 @@ def test_memory_is_left_out_where_nobody_tells_it(clock, monkeypatch, tmp_path):
     assert set(meter.values) == {"samples_per_second", "step_seconds"}
 
 
-def test_on_an_accelerator_memory_is_the_peak_since_the_last_report(clock, monkeypatch):
+def refuse(*_):
+    raise RuntimeError("Allocator for npu is not a DeviceAllocator.")
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["torch knows its allocator", "its own module counts"])
+def test_on_an_accelerator_memory_is_the_peak_since_the_last_report(clock, monkeypatch, own):
     class Elsewhere(Logging):
         device = torch.device("cuda", 1)
 
@@ -189,8 +195,14 @@ def test_on_an_accelerator_memory_is_the_peak_since_the_last_report(clock, monke
     def reset(device):
         peak[device] = 1 << 30
 
-    monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", reset)
-    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", peak.__getitem__)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: Elsewhere.device)
+    if own:
+        monkeypatch.setattr(torch._C, "_accelerator_isAllocatorInitialized", refuse)
+        module = SimpleNamespace(reset_peak_memory_stats=reset, max_memory_allocated=peak.__getitem__)
+        monkeypatch.setattr(torch, "get_device_module", lambda device=None: module)
+    else:
+        monkeypatch.setattr(torch.accelerator.memory, "reset_peak_memory_stats", reset)
+        monkeypatch.setattr(torch.accelerator.memory, "max_memory_allocated", peak.__getitem__)
     accelerator = Elsewhere()
     meter = Throughput(accelerator, every=2)
     steps(meter, clock, 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeAlias
 
@@ -72,11 +73,12 @@ def _left_in_group(otherwise: int) -> int:
 
 def _free_on(index: int) -> int | None:
     """Free bytes of an accelerator; None for one without memory of its own."""
-    try:
-        free, _total = torch.accelerator.get_memory_info(index)
-    except (RuntimeError, NotImplementedError):
-        return None
-    return int(free)
+    # The second one is for allocators of a kind that torch does not know.
+    for ask in (torch.accelerator.get_memory_info, getattr(torch.get_device_module(), "mem_get_info", None)):
+        with suppress(RuntimeError, NotImplementedError):
+            if ask is not None:
+                return int(ask(index)[0])
+    return None
 
 
 def get_balanced_memory(

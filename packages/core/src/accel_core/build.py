@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from enum import Enum
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -13,7 +14,7 @@ from accel_core.base.deprecation import level_of_the_user
 from accel_core.base.errors import PluginError
 from accel_core.contract.default_components import DETECTOR, RECORDER
 from accel_core.contract.hook_specs import CHECKPOINT_HOOKS
-from accel_core.contract.precision_policy import Precision
+from accel_core.contract.precision_policy import FULL, Precision
 from accel_core.contract.strategy import Strategy
 from accel_core.facade.default_hooks import CoreDefaults
 from accel_core.loop.compilation import resolve_compilation
@@ -94,6 +95,11 @@ class Assembly(NamedTuple):
         if self.world.device.type != "cpu" and not all(getattr(each, "pin_memory", True) for each in loaders):
             text = "batches are copied faster, and without waiting, out of pinned memory: DataLoader(pin_memory=True)"
             details.append(Detail("loader", type(self.loader).__name__, "hint", text))
+        has_tf32 = getattr(torch.get_device_module(self.world.device), "is_tf32_supported", bool)
+        with suppress(RuntimeError):  # of torch, if it was told in the newer of its two ways
+            if self.precision.policy == FULL and has_tf32() and torch.get_float32_matmul_precision() == "highest":
+                text = "this device multiplies float32 several times faster in TF32: mixed_precision='tf32'"
+                details.append(Detail("precision", self.mixed_precision, "hint", text))
         return explain(self.activation, self.choices, self.options, details)
 
 

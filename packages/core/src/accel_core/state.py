@@ -110,7 +110,7 @@ class PartialState(_State):
     ) -> None:
         chosen = flag("cpu", cpu, "ACCELERATE_USE_CPU", False).value
         options = InitProcessGroupKwargs(backend=backend, init_method=init_method, timeout=timeout)
-        self._take(World.current(cpu=chosen, **options.to_kwargs()))
+        self._take(World.current(cpu=chosen or None, **options.to_kwargs()))
         self._world.enter(self)
 
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import subprocess
 import sys
@@ -98,7 +99,19 @@ def test_a_seed_out_of_range_is_refused_before_anything_is_seeded(seed, valid):
     assert torch.initial_seed() == 5
 
 
-def test_deterministic_switches_on_and_never_off():
+@pytest.mark.parametrize("given", [None, ":16:8"])
+def test_deterministic_sets_what_kernels_of_matrix_products_read_unless_it_is_set(monkeypatch, given):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", str(given))  # and so it is as before when the test has ended
+    if given is None:
+        monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    set_seed(1)
+    assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == given
+    set_seed(1, deterministic=True)
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == (given or ":4096:8")
+
+
+def test_deterministic_switches_on_and_never_off(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     set_seed(1)
     assert not torch.are_deterministic_algorithms_enabled()
     set_seed(1, deterministic=True)

@@ -14,7 +14,13 @@ from torch.distributed import distributed_c10d
 
 from accel_core import Accelerator, CollectiveMismatchError, World
 from accel_core.base.vocabulary import OUT_OF_MEMORY_MESSAGES
-from accel_core.loop.memory import clear_device_cache, find_executable_batch_size, is_out_of_memory, release_memory
+from accel_core.loop.memory import (
+    call_allocator,
+    clear_device_cache,
+    find_executable_batch_size,
+    is_out_of_memory,
+    release_memory,
+)
 from accel_testing import RanksFailed, run_ranks
 
 NO_ROOM = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 17 bytes."
@@ -177,6 +183,53 @@ def test_clearing_the_cache_collects_garbage_when_asked() -> None:
     assert cycle() is not None
     clear_device_cache(garbage_collection=True)
     assert cycle() is None
+
+
+class Vendor:
+    """The module of a device whose allocator is of a kind that torch does not know."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[object, ...]] = []
+
+    def empty_cache(self) -> None:
+        self.calls.append(("empty_cache",))
+
+    def max_memory_allocated(self, device: int) -> int:
+        self.calls.append(("max_memory_allocated", device))
+        return 7
+
+
+def refuse(*_: object) -> None:
+    """What torch 2.13 says of an allocator that is no `c10::DeviceAllocator`."""
+    raise RuntimeError("device_allocator INTERNAL ASSERT FAILED: Allocator for npu is not a DeviceAllocator.")
+
+
+@pytest.fixture
+def vendor(monkeypatch: pytest.MonkeyPatch) -> Vendor:
+    module = Vendor()
+    monkeypatch.setattr(torch._C, "_accelerator_isAllocatorInitialized", refuse)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
+    monkeypatch.setattr(torch, "get_device_module", lambda device=None: module)
+    return module
+
+
+def test_an_allocator_of_another_kind_is_asked_by_its_own_module(vendor: Vendor) -> None:
+    clear_device_cache()
+    release_memory(None)
+    assert find_executable_batch_size(Fits(115))() == 115
+    assert vendor.calls == [("empty_cache",)] * 3
+    assert call_allocator("max_memory_allocated", 1) == 7
+    assert vendor.calls[-1] == ("max_memory_allocated", 1)
+    assert call_allocator("reset_peak_memory_stats", 1) is None  # which this one has not
+
+
+def test_clearing_the_cache_asks_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that has asked one cannot fork workers that use it; with cpu=True nobody expects that."""
+    asked: list[str] = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: asked.append("available") or False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: asked.append("cuda") or False)
+    Accelerator(cpu=True).free_memory()
+    assert asked == []
 
 
 def outcome(function, *args):

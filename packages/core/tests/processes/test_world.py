@@ -329,46 +329,6 @@ def two_devices(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return chosen
 
 
-def place(local_rank: int, local_size: int) -> world_module.Place:
-    return world_module.Place("torchrun", local_rank, local_size, local_rank, local_size)
-
-
-def test_device_has_the_index_of_the_local_rank(two_devices: list[int]) -> None:
-    assert world_module._device(place(1, 2), cpu=False) == torch.device("cuda", 1)
-    assert two_devices == [1]
-
-
-def test_cpu_leaves_the_accelerator_alone(two_devices: list[int]) -> None:
-    assert world_module._device(place(1, 2), cpu=True) == torch.device("cpu")
-    assert two_devices == []
-
-
-def test_more_local_ranks_than_devices_is_an_error(two_devices: list[int]) -> None:
-    with pytest.raises(
-        WorldError, match=r"3 processes run on this machine.*this process sees 2.*Accelerator\(cpu=True\)"
-    ):
-        world_module._device(place(0, 3), cpu=False)
-
-
-def test_process_that_sees_one_device_of_several_takes_it(
-    two_devices: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A scheduler that binds one device to each task. Which one it is, the ranks compare when they meet."""
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
-    assert world_module._device(place(3, 4), cpu=False) == torch.device("cuda", 0)
-    assert two_devices == [0]
-
-
-def test_one_device_that_cannot_be_told_from_others_is_an_error(
-    two_devices: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace())
-    with pytest.raises(WorldError, match=r"4 processes run on this machine.*this process sees 1"):
-        world_module._device(place(3, 4), cpu=False)
-    assert two_devices == []
-
-
 def test_gloo_stands_beside_the_backend_of_the_device() -> None:
     assert world_module._default_backend(torch.device("cpu")) == "gloo"
     assert world_module._default_backend(torch.device("cuda", 0)) == "cpu:gloo,cuda:nccl"

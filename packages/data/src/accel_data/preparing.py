@@ -55,7 +55,7 @@ def prepare_data_loader(
         num_processes: that share the data; None: all of the world.
         process_index: which of them this is; None: the rank.
         rng_types: which random streams are made equal to those of rank 0 when an iteration begins:
-            "torch", "cuda", "xla", "generator"; None: "generator".
+            "torch", the type of the device, such as "cuda", "generator"; None: "generator".
         slice_fn_for_dispatch: cuts the part of one process out of a global batch that is
             dispatched; None: `slice_tensors`.
         uneven: as the others, see `DataLoaderConfiguration`.

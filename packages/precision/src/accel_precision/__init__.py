@@ -1,9 +1,10 @@
 """Precisions for accel-core: which dtype is used where, and what it takes to train in it.
 
-    Accelerator(mixed_precision="bf16")             # or "fp16", "bf16-true", "fp16-true", "fp8", "mxfp8"
+    Accelerator(mixed_precision="bf16")             # or "fp16", "bf16-true", "fp16-true", "tf32", "fp8", "mxfp8"
     Accelerator(mixed_precision=FP16(init_scale=1024.0))
 
 amp            bf16 and fp16 by autocast, and pure low precision
+tf32           full precision with faster matrix products
 scaling        dynamic loss scaling
 fp8/           matrix products in 8 bits, by torchao or Transformer Engine
 mx             microscaling formats: 8 bits with a scale per block
@@ -22,12 +23,14 @@ if TYPE_CHECKING:
     from accel_precision.fp8.recipes import AORecipeKwargs, FP8RecipeKwargs, TERecipeKwargs
     from accel_precision.handlers import GradScalerKwargs
     from accel_precision.mx import MXFP8
+    from accel_precision.tf32 import TF32
 
 __all__ = [
     "BF16",
     "FP8",
     "FP16",
     "MXFP8",
+    "TF32",
     "AORecipeKwargs",
     "BF16True",
     "FP8RecipeKwargs",
@@ -51,6 +54,7 @@ _MODULES = {
     "GradScalerKwargs": "handlers",
     "MXFP8": "mx",
     "TERecipeKwargs": "fp8.recipes",
+    "TF32": "tf32",
     "plain_weight": "fp8.gathered",
 }
 

@@ -62,6 +62,9 @@ GRACE = 5.0
 
 _STACKS_SIGNAL = signal.SIGUSR1
 
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+"""Variables whose value -1 hides all devices. An empty one hides none of AMD's."""
+
 _OF_A_RANK = ("accel", "torch.distributed", "__main__")
 """How the names of modules begin that hold what one rank has made."""
 
@@ -124,6 +127,7 @@ def run_ranks(
     *args: Any,
     timeout: float = 60.0,
     env: Mapping[str, str | None] | None = None,
+    devices: bool = False,
     **kwargs: Any,
 ) -> list[Any]:
     """Runs `function(*args, **kwargs)` on `world_size` new processes; returns results by rank.
@@ -137,6 +141,9 @@ def run_ranks(
         env: environment variables of all ranks, on top of this process's own and of torchrun's;
             None removes one. Variables that torch reads at import are read once, when the first
             call starts the server.
+        devices: whether ranks see the GPUs of this machine. By default a function that makes a
+            world computes on the CPU, on machines with GPUs as without: those of NVIDIA and AMD are
+            hidden. Devices of other kinds cannot be hidden: ask for `cpu=True` there.
 
     Raises:
         RanksFailed: with the traceback of each rank that raised and the stacks of each rank that
@@ -147,7 +154,8 @@ def run_ranks(
         ranks = [_Rank(rank, Path(folder)) for rank in range(world_size)]
         try:
             for rank in ranks:
-                rank.start(task, _environment(rank.rank, world_size, port, env or {}), timeout)
+                hidden = {} if devices else dict.fromkeys(_VISIBLE, "-1")
+                rank.start(task, _environment(rank.rank, world_size, port, {**hidden, **(env or {})}), timeout)
             _await(ranks, time.monotonic() + timeout)
         finally:
             _kill(ranks)

@@ -92,7 +92,8 @@ def observe(
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=subject.patience)
         failure, asked = None, len(waiting)
         try:
-            run_ranks(_observe_on_rank, world, subject, waiting, store.port, timeout=timeout)
+            ranks = (_observe_on_rank, world, subject, waiting, store.port)
+            run_ranks(*ranks, timeout=timeout, devices=not subject.cpu)
         except RanksFailed as error:
             failure = error
         while waiting and store.check(keys := [_key(waiting[0], rank) for rank in range(world)]):

@@ -275,7 +275,8 @@ class StrategySuite(Suite):
 
     def test_the_process_exits_cleanly(self, world: int) -> None:
         """A script that ends with everything alive ends with status 0."""
-        run_ranks(strategy_jobs.left_open, world, self._subject(world), timeout=self.timeout)
+        subject = self._subject(world)
+        run_ranks(strategy_jobs.left_open, world, subject, timeout=self.timeout, devices=not subject.cpu)
 
     def _check_windows(self, job: Job, world: int, windows: Sequence[Sequence[int]]) -> None:
         for rank, (count, found) in enumerate(self._facts(job, world)):

@@ -87,14 +87,22 @@ PEAKS: Mapping[str, Mapping[str, float]] = MappingProxyType(
 """Device → dtype of the factors → operations per second. The device goes by the telling words of its name, in small letters."""
 
 _DTYPES: Mapping[str, str] = MappingProxyType(
-    {"no": "float32", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "float8", "mxfp8": "float8"}
+    {
+        "no": "float32",
+        "fp32": "float32",
+        "tf32": "float32",
+        "bf16": "bfloat16",
+        "fp16": "float16",
+        "fp8": "float8",
+        "mxfp8": "float8",
+    }
 )
 
 
 def peak_flops(device: torch.device, mixed_precision: str) -> float | None:
     """The peak rate of a device in a precision, in operations per second; None, and a warning, if unknown.
 
-    "no" is float32, or TF32 where torch is told to use it for matrix products.
+    "no" is float32, or TF32 where torch is told to use it for matrix products, as "tf32" tells it.
     """
     name = device_name(device)
     known = PEAKS.get(telling_words(name))

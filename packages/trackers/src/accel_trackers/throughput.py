@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from accel_core.api.tracker import call_allocator
 from accel_trackers.peak_flops import peak_flops as known_peak
 
 if TYPE_CHECKING:
@@ -155,7 +156,7 @@ class Throughput:
         self._samples = self._tokens = 0
         self._first = self.steps
         if self._memory and self._device.type != "cpu":
-            torch.accelerator.reset_peak_memory_stats(self._device)
+            call_allocator("reset_peak_memory_stats", self._device)
         self._began = perf_counter()
 
     def _next(self) -> int:
@@ -189,7 +190,7 @@ class Throughput:
 def _memory(device: torch.device) -> int | None:
     """In bytes; None where nobody says."""
     if device.type != "cpu":
-        return torch.accelerator.max_memory_allocated(device) or None
+        return call_allocator("max_memory_allocated", device) or None
     if not _PAGES.exists():
         return None
     import mmap

@@ -40,7 +40,7 @@ PRECISIONS = MappingProxyType(
         )
     }
 )
-_TORCH = {"no": "fp32", "float32": "fp32", "bfloat16": "bf16-true", "float16": "fp16-true"}
+_TORCH = {"no": "fp32", "tf32": "fp32", "float32": "fp32", "bfloat16": "bf16-true", "float16": "fp16-true"}
 
 
 def read_precision(name: str) -> Precision:

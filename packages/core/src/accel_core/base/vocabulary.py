@@ -35,7 +35,7 @@ _COMMANDS = {
     "deepspeed": "deepspeed",
     "estimate-memory": "big-model",
 }
-_PRECISIONS = ("bf16", "bf16-true", "fp16", "fp16-true", "fp8", "mxfp8")
+_PRECISIONS = ("bf16", "bf16-true", "fp16", "fp16-true", "fp8", "mxfp8", "tf32")
 KNOWN_PROVIDERS: Mapping[str, Mapping[str, str | None]] = MappingProxyType(
     {
         "accel.strategies": _STRATEGIES,
@@ -91,6 +91,14 @@ OUT_OF_MEMORY_MESSAGES: tuple[str, ...] = (
 )
 """How a `RuntimeError` says that memory ran out, where it has no class of its own: parts of messages."""
 
+_XLA = "No package trains on TPUs by accel-core: train with torch_xla itself, or `pip uninstall torch_xla` elsewhere."
+ABSENT = (
+    *(("", "torch_xla", _XLA), ("", "/dev/accel0", _XLA)),
+    ("cuda", "/dev/nvidia0", "`nvidia-smi` says whether its driver is here and new enough for this torch."),
+    ("hip", "/dev/kfd", "`rocminfo` says whether its driver is here, and whether this user may use it."),
+)
+"""Where torch finds no accelerator: what torch is built for, "" for any; a module, or a device file; what to do."""
+
 
 class RNGType(Word):
     """Random streams that ranks can share: torch's global ones, samplers' `GENERATOR`s."""
@@ -137,7 +145,8 @@ class _Tpu:
 class DistributedType(Word):
     """The kind of distributed training, which a strategy declares: `accelerator.distributed_type`.
 
-    So any text is a value, and equal to that text: compare with `==`, and not with `is`.
+    So any text is a value, and equal to that text: compare with `==`, and not with `is`. None
+    is `XLA` yet.
     """
 
     NO, MULTI_CPU, MULTI_GPU, MULTI_HPU, MULTI_MLU = "NO", "MULTI_CPU", "MULTI_GPU", "MULTI_HPU", "MULTI_MLU"

@@ -28,7 +28,8 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     Args:
         seed: from 0 to 2**64 - 1. NumPy gets it up to 2**32 - 1, else `derive_seed(seed) % 2**32`.
         device_specific: adds the rank (modulo 2**64); rank 0's seed stays the seed of the run.
-        deterministic: also calls `torch.use_deterministic_algorithms(True)`.
+        deterministic: also calls `torch.use_deterministic_algorithms(True)`, and sets the variable
+            CUBLAS_WORKSPACE_CONFIG, unless it is set.
     """
     seed = operator.index(seed)
     if not 0 <= seed < _TORCH_SEEDS:
@@ -42,6 +43,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     if importlib.util.find_spec("numpy") is not None:
         importlib.import_module("numpy").random.seed(seed if seed < _NUMPY_SEEDS else derive_seed(seed) % _NUMPY_SEEDS)
     if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
 
 

@@ -34,8 +34,20 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
     """Frees the memory that torch caches, after a `garbage_collection`. No collective."""
     if garbage_collection:
         gc.collect()
-    if torch.accelerator.is_available():
-        torch.accelerator.memory.empty_cache()
+    call_allocator("empty_cache")
+
+
+def call_allocator(name: str, *arguments: Any) -> Any:
+    """`torch.accelerator.memory.<name>()`; None without an accelerator, and no driver is asked.
+
+    Where torch does not know the kind of allocator, that of the device's module; None without one.
+    """
+    if torch.accelerator.current_accelerator() is None:
+        return None
+    try:
+        return getattr(torch.accelerator.memory, name)(*arguments)
+    except RuntimeError:  # torch's internal assertion; another error comes again
+        return getattr(torch.get_device_module(), name, lambda *_: None)(*arguments)
 
 
 def release_memory(*objects: Any) -> list[None]:

@@ -1,20 +1,26 @@
-"""The meeting of a world's ranks: each sends a *card*, one gives the *verdict*; and their end."""
+"""The meeting of ranks, each with its device: all send a *card*, one gives the *verdict*; their end."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import ipaddress
 import logging
+import os
 import socket
 import time
+import warnings
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
 
+from accel_core.base.deprecation import level_of_the_user
 from accel_core.base.errors import WorldError
+from accel_core.base.vocabulary import ABSENT
 
 if TYPE_CHECKING:
     from accel_core.processes.launch_environment import Place
@@ -115,6 +121,43 @@ def not_met(url: str, place: Place, reason: object) -> WorldError:
         f"this address, which is that of rank 0 (MASTER_ADDR, MASTER_PORT). A process that is to run alone must not inherit "
         f"the variables of a launcher."
     )
+
+
+def acquire(place: Place, cpu: bool | None) -> torch.device:
+    """The device of this process, made current: that of its local rank, or the only one."""
+    # With `cpu` no driver is asked: a process that has asked one cannot fork others that use it.
+    accelerator = None if cpu else torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        if not cpu:
+            _explain_absence()
+        return torch.device("cpu")
+    count = torch.accelerator.device_count()
+    is_only = place.local_size > count == 1  # a scheduler has bound one to each process, or they share it
+    device = torch.device(accelerator.type, 0 if is_only else place.local_rank)
+    if place.local_size > count and not (is_only and identity(device)):  # of a known one, ranks tell as they meet
+        was_bound = is_only and (place.source in ("slurm", "mpi") or "_VISIBLE_" in " ".join(os.environ))
+        what = f"{place.local_size} processes run on this machine ({place.source}) and each wants a device of its own, but this "
+        what += f"process sees {count} ({accelerator.type})"
+        if not was_bound:
+            raise WorldError(f"{what}. Start {count}, or compute on the CPU with Accelerator(cpu=True).")
+        what += ", and torch cannot tell whether others have it: it is taken to be bound. If not, start one process for each device"
+        warnings.warn(f"{what}.", stacklevel=level_of_the_user())
+    torch.accelerator.set_device_index(device.index)
+    return device
+
+
+def _explain_absence() -> None:
+    """Raises on a machine for devices that nothing here trains on; warns of a driver that fails."""
+    lists = {value.strip() for name, value in os.environ.items() if name.endswith("_VISIBLE_DEVICES")}
+    hidden = not lists.isdisjoint(("", "-1", "NoDevFiles"))  # who hides devices knows
+    for build, mark, advice in ABSENT:
+        is_here = Path(mark).exists() if mark.startswith("/") else importlib.util.find_spec(mark) is not None
+        what = f"torch {torch.__version__} finds no accelerator, and this machine has {mark}. {advice} To compute on the CPU: "
+        what += "Accelerator(cpu=True), or ACCELERATE_USE_CPU=1."
+        if is_here and not build:
+            raise WorldError(what)
+        if is_here and getattr(torch.version, build, None) is not None and not hidden:
+            warnings.warn(what, stacklevel=level_of_the_user())
 
 
 def identity(device: torch.device) -> str:

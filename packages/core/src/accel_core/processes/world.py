@@ -23,7 +23,7 @@ from accel_core.options.handlers import InitProcessGroupKwargs
 from accel_core.options.resolution import Option, flag
 from accel_core.processes import failure_output
 from accel_core.processes.launch_environment import Place, read_place
-from accel_core.processes.rendezvous import PATIENCE, Shutdown, assemble, claim, identity, not_met, open_store, round_of
+from accel_core.processes.rendezvous import PATIENCE, Shutdown, acquire, assemble, claim, not_met, open_store, round_of
 from accel_core.processes.watch.collective_scope import explain, explanation, on_duty, running
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class World:
     def current(
         cls,
         *,
-        cpu: bool = False,
+        cpu: bool | None = None,
         timeout: timedelta | None = None,
         backend: str | None = None,
         init_method: str | None = None,
@@ -85,10 +85,11 @@ class World:
         The first call in a larger world is collective: it starts torch's default group unless that
         runs. Arguments as of `init_process_group`; None: torch's default, the device's backend
         beside gloo, the launcher's address; `cpu` computes on the CPU, although there is an
-        accelerator. `WorldError` if the launch environment contradicts itself, devices are fewer
-        than local ranks, ranks do not meet, or a group runs already and is not as asked for.
+        accelerator, which is then asked nothing; None: as the process's last world does, if it
+        lives. `WorldError` if the launch environment contradicts itself, devices are fewer than
+        local ranks, ranks do not meet, or a group runs already and is not as asked for.
         """
-        group = _default_group()
+        group, last = _default_group(), _alone.get("last") if cpu is None else None
         asked: dict[str, Any] = {"timeout": timeout, "backend": backend, "init_method": init_method}
         world = None if group is None else _shared.get(group) or cls._adopt(group, cpu)
         if group is not None and world is not None and world.told is not None:
@@ -96,24 +97,25 @@ class World:
             return world
         place = read_place(os.environ)
         if world is None and place.size == 1:
-            return cls(place, _device(place, cpu), timeout or dist.default_pg_timeout, None)
+            device = acquire(place, cpu) if last is None else last.device
+            world = cls(place, device, timeout or dist.default_pg_timeout, None)
+            _alone["last"] = last or world
+            return world
         # The options of the process group from outside of the code, where the code says nothing. Read once.
         outside = read_section("process_group", InitProcessGroupKwargs)
         told = {name: option for name, option in outside.items() if asked[name] is None}
         asked |= {name: option.value for name, option in told.items()}
         if group is None or world is None:
-            world = cls._start(place, _device(place, cpu), **asked)
+            world = cls._start(place, acquire(place, cpu), **asked)
         else:
             world._require(group, cpu, **asked)
-            if (
-                group not in _shared
-            ):  # refused before: other ranks may have ended by the same error, and the store with them
+            if group not in _shared:  # refused before: others may have ended by the same error, and the store with them
                 world._share(group)
         world.told = told
         return world
 
     @classmethod
-    def _adopt(cls, group: dist.ProcessGroup, cpu: bool) -> World:
+    def _adopt(cls, group: dist.ProcessGroup, cpu: bool | None) -> World:
         rank, size = dist.get_rank(), dist.get_world_size()
         place = read_place(os.environ)
         if place.source == "alone":
@@ -126,7 +128,7 @@ class World:
             )
         place = dataclasses.replace(place, source="running group")
         timeout = min(_timeouts(group), default=dist.default_pg_timeout)
-        return cls(place, _device(place, cpu), timeout, group)
+        return cls(place, acquire(place, cpu), timeout, group)
 
     @classmethod
     def _start(
@@ -200,7 +202,7 @@ class World:
     def _require(
         self,
         group: dist.ProcessGroup,
-        cpu: bool,
+        cpu: bool | None,
         timeout: timedelta | None,
         backend: str | None,
         init_method: str | None,
@@ -373,6 +375,8 @@ _Beside = dict[tuple[tuple[int, ...], str], dist.ProcessGroup]
 _beside: weakref.WeakKeyDictionary[dist.ProcessGroup, _Beside] = weakref.WeakKeyDictionary()
 # Every world with a group that somebody still uses, its group ended or not: what is to be closed is closed at exit.
 _all: weakref.WeakSet[World] = weakref.WeakSet()
+# The last world of one that chose its device: what scripts call beside an Accelerator computes where that one does.
+_alone: weakref.WeakValueDictionary[str, World] = weakref.WeakValueDictionary()
 # The stores at which this process has met others, and how often. They stay: rank 0 hosts the store, and a rank that is
 # quick to start the next world must not find the server of the last one about to vanish.
 _met: dict[str, tuple[dist.Store, int]] = {}
@@ -435,23 +439,6 @@ def _meet(url: str, place: Place, timeout: timedelta) -> dist.Store:
     store.set_timeout(timeout)
     _met[url] = store, count + 1
     return round_of(store, place, count)
-
-
-def _device(place: Place, cpu: bool) -> torch.device:
-    """The device of this process, made current: that of its local rank, or the only one."""
-    accelerator = None if cpu else torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
-        return torch.device("cpu")
-    count = torch.accelerator.device_count()
-    bound = place.local_size > count == 1  # by the scheduler, one to each process
-    device = torch.device(accelerator.type, 0 if bound else place.local_rank)
-    if place.local_size > count and not (bound and identity(device)):
-        raise WorldError(
-            f"{place.local_size} processes run on this machine ({place.source}) and each wants a device of its own, but this "
-            f"process sees {count} ({accelerator.type}). Start {count}, or compute on the CPU with Accelerator(cpu=True)."
-        )
-    torch.accelerator.set_device_index(device.index)
-    return device
 
 
 def _default_backend(device: torch.device) -> str:

@@ -7,6 +7,7 @@ import platform
 import re
 import shutil
 import socket
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,9 +43,23 @@ def facts(place: Place) -> dict[str, Any]:
         "interface": os.environ.get("GLOO_SOCKET_IFNAME", ""),
         "versions": {"python": platform.python_version(), "torch": torch.__version__, **ours},
         "variables": {name: value for name, value in relevant(os.environ).items() if not _OWN.fullmatch(name)},
+        "driver": _driver(),
         "shared memory": shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.exists() else None,
         "open files": _open_files(),
     }
+
+
+def _driver(root: Path = Path("/")) -> str:
+    """The version of the driver of NVIDIA or AMD; empty where there is none, or it does not tell."""
+    for path, pattern in (
+        ("proc/driver/nvidia/version", r" (\d+\.\d[\d.]*)"),
+        ("sys/module/amdgpu/version", r"(\S+)"),
+    ):
+        with suppress(OSError):
+            found = re.search(pattern, (root / path).read_text(encoding="utf-8"))
+            if found is not None:
+                return str(found[1])
+    return ""
 
 
 def _resolved() -> list[str]:

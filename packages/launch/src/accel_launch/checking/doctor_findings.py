@@ -15,6 +15,9 @@ SHARED_MEMORY = 1 << 30
 OPEN_FILES = 4096
 """Files that a process should be allowed to open: workers of loaders and large worlds take many."""
 
+LARGE = 16 << 20
+"""Bytes that ranks add up to see how fast they send."""
+
 _PAIRS = 64  # so many lines of pairs at most, the slowest
 
 
@@ -32,6 +35,7 @@ def examine(reports: list[Report], size: int) -> list[Finding]:
         *_of_all(reports, size),
         *(finding for report in reports for finding in _of_rank(report)),
         *_of_machines(reports),
+        *_of_devices(reports),
     ]
     return sorted(found, key=lambda finding: not finding.is_problem)
 
@@ -115,6 +119,37 @@ def _of_machines(reports: list[Report]) -> Iterator[Finding]:
             yield Finding(False, text, f"Allow more: ulimit -n {16 * OPEN_FILES}.")
 
 
+def _of_devices(reports: list[Report]) -> Iterator[Finding]:
+    """Devices that do not reach each other, or are not alike."""
+    for report in reports:
+        peers, where = report.get("peers", {}), f"machine {report['machine']} ({report['host']})"
+        bad = [(pair, "brought other values") for pair in peers.get("wrong", ())]
+        bad += [(peers["stuck"], "did not end")] if "stuck" in peers else []
+        is_off = report["variables"].get("NCCL_P2P_DISABLE", "0") != "0"
+        for pair, what in bad:
+            yield Finding(
+                not is_off,
+                f"The driver of {where} says that GPUs reach each other's memory, and a copy from {pair} {what}.",
+                "Start with NCCL_P2P_DISABLE=1. A newer driver may mend it, or access control (ACS, IOMMU) switched off in the BIOS.",
+            )
+        if "error" in peers:
+            advice = "If training works, it means nothing."
+            yield Finding(False, f"Copies between the GPUs of {where} could not be tried: {peers['error']}", advice)
+    models: dict[str, list[int]] = {}
+    for report in _by_rank(reports):
+        models.setdefault(report.get("group", {}).get("model", ""), []).append(report["rank"])
+    models.pop("", None)
+    if len(models) > 1:
+        told = "; ".join(f"{model}: {_listed(ranks)}" for model, ranks in models.items())
+        yield Finding(
+            False, f"Not all devices are alike: {told}.", "All ranks go as the slowest, with what fits the smallest."
+        )
+    drivers = {machine: report.get("driver", "") for machine, report in _machines(reports).items()}
+    if len(set(filter(None, drivers.values()))) > 1:
+        told = ", ".join(f"{version} on machine {machine}" for machine, version in drivers.items())
+        yield Finding(False, f"The drivers differ: {told}.", "Install the same on all machines.")
+
+
 def print_page(reports: list[Report], findings: list[Finding], size: int) -> None:
     """Prints machines, ranks and pairs as tables, then what was found and the verdict."""
     found = _machines(reports)
@@ -132,6 +167,8 @@ def print_page(reports: list[Report], findings: list[Finding], size: int) -> Non
     table(("machine", "host", "addresses", "torch", "free /dev/shm", "open files"), rows, "Machines")
     say()
     table(("rank", "machine", "process", "device", "met in"), [*map(_rank, _by_rank(reports))], "Ranks")
+    for speed in _speeds(reports):
+        say(speed)
     say()
     if size > 1:
         pairs = _pairs(reports)
@@ -178,6 +215,18 @@ def _rank(report: Report) -> tuple[str, ...]:
     device = group["device"] if group else "not reached"
     met = f"{report.get('gathered', 0) + group['met']:.2f} s" if group else "did not meet"
     return str(report["rank"]), str(report["machine"]), str(report["pid"]), device, met
+
+
+def _speeds(reports: list[Report]) -> Iterator[str]:
+    """How fast ranks send to each other, and GPUs of a machine copy."""
+    sums = [report["group"]["GB/s"] for report in reports if "GB/s" in report.get("group", {})]
+    if sums:
+        yield f"In a sum of {LARGE >> 20} MiB over all ranks, each sends {min(sums):.2f} GB/s."
+    for report in _by_rank(reports):
+        if pairs := report.get("peers", {}).get("GB/s"):
+            slowest, fastest = min(pairs, key=pairs.__getitem__), max(pairs.values())
+            where = f"Between the GPUs of machine {report['machine']}"
+            yield f"{where}, copies take {pairs[slowest]:.1f} (from {slowest}) to {fastest:.1f} GB/s."
 
 
 def _pairs(reports: list[Report]) -> list[tuple[str, ...]]:

@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -20,8 +21,8 @@ import torch.distributed as dist
 
 from accel_core import PartialState
 from accel_core.api.launcher import Place, open_store, read_place
-from accel_launch.checking import doctor_doors, doctor_facts, verdict
-from accel_launch.checking.doctor_findings import Report, as_json, examine, print_page
+from accel_launch.checking import doctor_doors, doctor_facts, peer_access, verdict
+from accel_launch.checking.doctor_findings import LARGE, Report, as_json, examine, print_page
 
 _GRACE = 5.0  # seconds that rank 0 waits longer than the others try
 
@@ -34,16 +35,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     place = read_place(os.environ)
     report: Report = doctor_facts.facts(place)
+    end, trial = time.monotonic() + options.patience, peer_access.begin() if place.local_rank == 0 else None
     if place.size == 1:
         _examine_in_time(report, lambda: _try_group(report), options.patience)
+        report |= {} if trial is None else {"peers": trial.result(end)}
         is_well = _conclude([report], place, as_page=not options.json)
     else:
         store = _meet(place, options.patience)
         # With a connection of its own: one that waits lets nobody else through.
         _examine_in_time(report, lambda: _examine(report, place, _meet(place, options.patience)), options.patience)
+        report |= {} if trial is None else {"peers": trial.result(end)}
         store.set(f"report/{place.rank}", json.dumps(report))
         if place.rank == 0:
-            store.set("well", str(_conclude(_collect(report, place, store), place, as_page=not options.json)))
+            reports = _collect(report, place, store, time.monotonic() if trial is None else end)
+            store.set("well", str(_conclude(reports, place, as_page=not options.json)))
         store.wait(["well"], timedelta(seconds=options.patience + 2 * _GRACE))
         is_well = store.get("well") == b"True"
         store.set(f"read/{place.rank}", "")
@@ -106,24 +111,45 @@ def _try_group(report: Report) -> None:
     report["step"] = "meeting the others"
     start = time.perf_counter()
     state = PartialState()
-    size, device, name = state.num_processes, state.device, ""
+    size, device, model = state.num_processes, state.device, ""
     if device.type != "cpu":
-        name = getattr(torch.get_device_module(device), "get_device_name", lambda _: "")(device)
-    found = {"device": f"{device} {name}".strip(), "met": time.perf_counter() - start}
+        model = _model(device)
+    found = {"device": f"{device} {model}".strip(), "model": model, "met": time.perf_counter() - start}
     if size > 1:
         report["step"] = "a sum over all ranks"
         start = time.perf_counter()
         total = torch.full((1024,), float(state.process_index + 1), device=device)
         dist.all_reduce(total)
         found |= {"sum": total[-1].item(), "expected": size * (size + 1) / 2, "took": time.perf_counter() - start}
+        report["step"] = "a large sum over all ranks"
+        found["GB/s"] = _bandwidth(size, device)
         report["step"] = "the end"
         dist.barrier()
     report["group"] = found
 
 
-def _collect(own: Report, place: Place, store: dist.Store) -> list[Report]:
-    """The reports of all ranks that hand one in."""
-    reports, end = [own], time.monotonic() + _GRACE
+def _model(device: torch.device) -> str:
+    """The name of a device and its memory, as far as torch tells them."""
+    name = getattr(torch.get_device_module(device), "get_device_name", lambda _: "")(device)
+    with suppress(RuntimeError, NotImplementedError):
+        return f"{name}, {torch.accelerator.get_memory_info(device)[1] / 2**30:.0f} GiB".removeprefix(", ")
+    return str(name)
+
+
+def _bandwidth(size: int, device: torch.device) -> float:
+    """Gigabytes per second that leave each rank in a sum of `LARGE` bytes over all. Collective."""
+    block = torch.ones(LARGE // 4, device=device)
+    for _ in range(2):  # the first one makes connections
+        start = time.perf_counter()
+        dist.all_reduce(block)
+        block[-1].item()  # waits for the device
+    # Of a ring, which is as fast as its slowest connection, each rank sends all but its own part, twice.
+    return 2 * (size - 1) / size * LARGE / (time.perf_counter() - start) / 1e9
+
+
+def _collect(own: Report, place: Place, store: dist.Store, end: float) -> list[Report]:
+    """The reports of all ranks that hand one in, shortly after `end` at the latest."""
+    reports, end = [own], max(time.monotonic(), end) + _GRACE
     for rank in range(1, place.size):
         try:
             store.wait([f"report/{rank}"], timedelta(seconds=max(0.01, end - time.monotonic())))

@@ -21,6 +21,7 @@ VISIBILITY: Mapping[str, str] = {
     "npu": "ASCEND_RT_VISIBLE_DEVICES",
     "mlu": "MLU_VISIBLE_DEVICES",
     "musa": "MUSA_VISIBLE_DEVICES",
+    "hpu": "HABANA_VISIBLE_MODULES",
 }
 """By torch's type of accelerator, the variable that says which ones a process sees."""
 
