@@ -33,6 +33,9 @@ from accel_testing.ranks import preload
 LAUNCHERS = ("ACCELERATE_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI", "MV2_", "MPI_", "ROLE_", "GROUP_")
 """Beginnings of variables by which a launcher, or an option, would reach the processes of a check."""
 
+VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+"""Variables that ranks of tests are given to hide devices from them."""
+
 SHOWN = 4000
 """Characters of a rank's output that a report keeps."""
 
@@ -152,8 +155,9 @@ class Session:
 
     @staticmethod
     def _cleared() -> dict[str, Any]:
-        """Without what launchers and configurations have left, which every check says for itself."""
-        return {name: None for name in os.environ if name.startswith(LAUNCHERS)}
+        """Without what launchers and options have left, which every check says for itself; with the devices that are to be seen."""
+        seen = {name: os.environ.get(name) for name in VISIBLE}
+        return {name: None for name in os.environ if name.startswith(LAUNCHERS)} | seen
 
     def _of_all(self, value: Any) -> list[Any]:
         if not self.launched:

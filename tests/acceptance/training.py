@@ -165,6 +165,7 @@ class Trainer:
         inputs, labels = tokens[:, :-1].clone(), tokens[:, 1:].clone()
         positions = torch.arange(inputs.shape[1], device=tokens.device).expand_as(inputs).clone()
         with self.accelerator.maybe_context_parallel([inputs, labels, positions], [1, 1, 1]):
+            assert inputs.shape[1] == (tokens.shape[1] - 1) // 2, "the sequence is not cut in two"
             loss = F.cross_entropy(self.model(inputs, positions).flatten(0, 1).float(), labels.flatten())
             self.accelerator.backward(loss)
         return loss
