@@ -40,6 +40,7 @@ METADATA = "compat-metadata"
 TRAINING = [name for name in PACKAGES if name != METADATA]
 THIRD_PARTIES = [path.parent for path in sorted(ROOT.glob("examples/*/pyproject.toml"))]
 QUICKSTART = "examples/quickstart.py"
+ACCEPTANCE = "tests/gpu_acceptance.py"
 SHARDED = ("--strategy", "fsdp", "--mixed-precision", "bf16")
 ZERO = ("--strategy", "deepspeed")
 EXAMPLES = ("-r", "examples/requirements.txt")
@@ -226,15 +227,20 @@ def soak(session: nox.Session) -> None:
 
 @nox.session
 def gpu(session: nox.Session) -> None:
-    """The main job on the accelerators of this machine: on one, then on all, then sharded and in bf16."""
-    install(session, ["core", "data", "precision", "fsdp-plugin"], *EXAMPLES)
+    """The accelerators of this machine: the main job on one, on all, sharded and in bf16; then tests/gpu_acceptance.py.
+
+    What follows `--` goes to that script. It writes out/acceptance.json, which is what to send where something fails.
+    """
+    engines = [need for need in GROUPS["test"] if need.startswith(("torchao", "bitsandbytes"))]
+    ours = ["testing", "data", "precision", "fsdp-plugin", "deepspeed-plugin", "big-model"]
+    install(session, ours, *engines, *EXAMPLES)
     printed = str(session.run("python", "-c", COUNT_DEVICES, silent=True))
     version, devices = printed.splitlines()[-1].split()  # torch may warn before
     if devices == "0":
         session.skip(f"torch {version} finds no accelerator on this machine: nothing was run.")
-    run_script(session, QUICKSTART, world=1)
-    run_script(session, QUICKSTART, world=int(devices))
-    run_script(session, QUICKSTART, *SHARDED, world=int(devices))
+    for world, options in ((1, ()), (int(devices), ()), (int(devices), SHARDED)):
+        run_script(session, QUICKSTART, *options, world=world)
+    session.run("python", ACCEPTANCE, "--report", "out/acceptance.json", *session.posargs)
 
 
 def chosen(session: nox.Session) -> tuple[list[str], list[str]]:

@@ -116,6 +116,21 @@ ROWS = {
         Measure("P13c ZeRO stage 3 on 2 ranks, CPU of the main thread", "cpu", 1.05, "/"),
         Measure("P13c ZeRO stage 3 on 2 ranks, on the wall", "wall", None, "/"),
     ],
+    "H1": [
+        Measure("H1 World of 1024 ranks", "world", None, "", unit="ms", scale=1e3),
+        Measure("H1 World of 1024 ranks, process groups", "world_groups", 2, "", unit="", scale=1),
+        Measure("H1 prepare under DDP, over DDP()", "ddp", None, "/", unit="ms", scale=1e3),
+        Measure("H1 FSDP and prepare, over fully_shard", "fsdp", None, "/", unit="ms", scale=1e3),
+        Measure("H1 FSDP, process groups", "fsdp_groups", None, "", unit="", scale=1),
+        Measure("H1 hybrid FSDP and prepare, over fully_shard", "hybrid", None, "/", unit="ms", scale=1e3),
+        Measure("H1 hybrid FSDP, process groups", "hybrid_groups", None, "", unit="", scale=1),
+        Measure("H1 check_trigger", "trigger", None, ""),
+        Measure("H1 check_trigger, over 8 ranks", "trigger", None, "/", base="eight"),
+        Measure("H1 gather of a loss", "gather", None, ""),
+        Measure("H1 gather of a loss, over 8 ranks", "gather", None, "/", base="eight"),
+        Measure("H1 reduce of a loss", "reduce", None, ""),
+        Measure("H1 reduce of a loss, over 8 ranks", "reduce", None, "/", base="eight"),
+    ],
     "B1": [
         _over_accelerate("B1 load, half on disk", "half_load", 0.8),
         _over_accelerate("B1 load, all on disk", "disk_load", 0.8),
@@ -155,6 +170,8 @@ def rounds_of(row: str, libraries: list[str], options: argparse.Namespace) -> li
         return placing.measure(libraries, max(1, options.rounds // 3), 1 if row == "B1" else 9, options.size)
     if row == "P11":
         return measure("sharding.py", ["plain", *libraries], world=2, **common)
+    if row == "H1":
+        return measure("many_ranks.py", ["plain", "eight", "accel"], world=1, **common)
     if row in {"P13", "P13c"}:
         return measure("zero.py", ["plain", *libraries], world=2, size=1 if row == "P13" else 3, **common)
     if row == "P6":

@@ -282,6 +282,14 @@ def reduce_many() -> None:
         assert torch.equal(scaled[0], total / 2)
         assert torch.equal(scaled[1], total / 2)
         assert torch.equal(reduce_tree(values + 1j, world), total + 2j)
+        for dtype in (
+            torch.float8_e4m3fn,
+            torch.int16,
+            torch.uint16,
+        ):  # which torch, or a backend, cannot sum as they are
+            narrow = torch.full((count,), rank + 1).to(dtype)
+            for reduction, expected in (("sum", 3), ("max", 2)):
+                assert torch.equal(reduce_tree(narrow, world, reduction).float(), torch.full((count,), float(expected)))
         assert not reduce_tree(values.clone().requires_grad_(), world).requires_grad
         assert torch.equal(reduce_tree(values.reshape(1, -1).t(), world), total[:, None])
     scalar = reduce_tree(torch.tensor(rank + 1.0), world, "mean")

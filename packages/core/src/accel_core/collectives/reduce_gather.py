@@ -169,8 +169,7 @@ def _all_reduce(
 ) -> list[torch.Tensor]:
     """Compares headers, then calls all_reduce once per dtype."""
     letter = letter_for(channel, call, tree, leaves, shape, header_only)
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-    place = channel.device
+    by_dtype, place = dict[torch.dtype, list[torch.Tensor]](), channel.device
     try:
         for leaf in leaves:
             by_dtype.setdefault(_wire_dtype(leaf, reduction), []).append(leaf.detach().reshape(-1))
@@ -210,6 +209,7 @@ def _wire_dtype(leaf: torch.Tensor, reduction: Reduction) -> torch.dtype:
 
 def _combined(stacked: torch.Tensor, leaf: torch.Tensor, reduction: Reduction, scale: float) -> torch.Tensor:
     """Reduces the first dimension, over the ranks."""
+    stacked = stacked.to(_wire_dtype(leaf, reduction))  # torch sums neither 8-bit floats nor all integers
     if reduction == "max":
         return _finished(stacked.amax(0), 1, leaf, reduction, scale)
     if reduction == "mean" and (leaf.is_floating_point() or leaf.is_complex()):
