@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import logging
+import os
 import socket
+import struct
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
 LINGER = timedelta(seconds=3)  # for which rank 0 keeps the store for ranks that have not read a bad verdict yet
 PATIENCE = timedelta(seconds=5)  # for which a rank that ends waits for the others, in all
 MET = "met"  # the verdict on a world that has come together
+_ROUTES = Path("/proc/net/route")  # of IPv4, numbers in the order of bytes in which they are sent
 logger = logging.getLogger(__name__)
 
 
@@ -32,6 +36,8 @@ def open_store(url: str, place: Place, timeout: timedelta) -> dist.Store:
     `torch.distributed.DistError` if the port is taken, or nobody listens within `timeout`.
     """
     parts = urlsplit(url)
+    if place.local_size < place.size:
+        _choose_interface(str(place.address or parts.hostname))
     if parts.scheme != "tcp" or parts.query or parts.hostname is None or parts.port is None or place.agent:
         store: dist.Store = next(iter(dist.rendezvous(url, place.rank, place.size, timeout=timeout)))[0]
         return store
@@ -44,6 +50,19 @@ def open_store(url: str, place: Place, timeout: timedelta) -> dist.Store:
         multi_tenant=True,
         master_listen_fd=None if listener is None else listener.detach(),
     )
+
+
+def _choose_interface(address: str) -> None:
+    """Has gloo use the network interface to `address`, not that of this host's name, if known."""
+    with contextlib.suppress(OSError):
+        (target,) = struct.unpack("=I", socket.inet_aton(socket.gethostbyname(address)))
+        rows = [line.split() for line in _ROUTES.read_text().splitlines()[1:]]
+        routes = [(int(row[7], 16), int(row[1], 16), -int(row[6]), row[0]) for row in rows]
+        # An address of this host may be its loopback, to which no route is listed: any that leads to others.
+        fitting = [route for route in routes if target & route[0] == route[1]] or routes
+        if fitting:
+            best = max(fitting, key=lambda route: (route[0].bit_count(), route[2]))
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", best[3])
 
 
 def loopback_listener(host: str, port: int) -> socket.socket | None:
