@@ -54,15 +54,13 @@ def open_store(url: str, place: Place, timeout: timedelta) -> dist.Store:
 
 def _choose_interface(address: str) -> None:
     """Has gloo use the network interface to `address`, not that of this host's name, if known."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError):
         (target,) = struct.unpack("=I", socket.inet_aton(socket.gethostbyname(address)))
         rows = [line.split() for line in _ROUTES.read_text().splitlines()[1:]]
-        routes = [(int(row[7], 16), int(row[1], 16), -int(row[6]), row[0]) for row in rows]
+        routes = [(int(row[7], 16).bit_count(), -int(row[6]), row) for row in rows]  # the narrowest, then the cheapest
+        fitting = [each for each in routes if target & int(each[2][7], 16) == int(each[2][1], 16)]
         # An address of this host may be its loopback, to which no route is listed: any that leads to others.
-        fitting = [route for route in routes if target & route[0] == route[1]] or routes
-        if fitting:
-            best = max(fitting, key=lambda route: (route[0].bit_count(), route[2]))
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", best[3])
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", max(fitting or routes)[2][0])
 
 
 def loopback_listener(host: str, port: int) -> socket.socket | None:

@@ -350,8 +350,12 @@ class World:
         if group is None or _shared.pop(group, None) is None:
             return
         watch, self.watch, self.mark = self.watch, None, None
-        if patient and self.device.type != "cpu":
-            _finish(self.device, watch)
+        if patient and watch is not None and self.device.type != "cpu":
+            # Its collectives need this process, and it will not finish them once the Watch has found them to be in vain.
+            waiting = threading.Thread(target=torch.accelerator.synchronize, args=(self.device,), daemon=True)
+            waiting.start()
+            while waiting.is_alive() and not watch.verdict:
+                waiting.join(0.1)
         if watch is not None:
             watch.leave(failed=not patient)
         store, self._store, shutdown = self._store, None, None
@@ -373,15 +377,6 @@ class World:
                 raise WorldError(
                     f"The training of rank {self.rank} ended, but that of the others did not. {watch.verdict}"
                 )
-
-
-def _finish(device: torch.device, watch: Watch | None) -> None:
-    """Waits for the device, whose collectives need this process; no longer than it may finish."""
-    waiting = threading.Thread(target=torch.accelerator.synchronize, args=(device,), daemon=True)
-    waiting.start()
-    while waiting.is_alive() and watch is not None and not watch.verdict:
-        waiting.join(0.1)
-    waiting.join(PATIENCE.total_seconds())
 
 
 # What is shared hangs on torch's default group: a world is found as long as its group runs, and dies with it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -53,7 +54,7 @@ def test_window_that_the_device_does_not_finish_is_seen_from_when_it_was_given(m
     assert called(mark.look(1.0 + WAITING, "")) == ("backward()", 1.0)
     Event.reached = 1
     assert mark.look(2.0 + WAITING, "") is None
-    assert mark.issued == 1
+    assert mark.windows == 1
 
 
 def test_device_that_goes_from_window_to_window_waits_for_nobody(mark: DeviceMark) -> None:
@@ -95,7 +96,7 @@ def test_status_has_a_call_of_the_device_while_the_thread_waits_in_no_collective
         now[0] += 1.0
         report = status.report()
     (call,) = report.calls
-    assert (call.name, call.seconds, call.issued, report.issued) == ("backward()", 3.0, 1, 1)
+    assert (call.name, call.seconds, call.on_device, report.windows) == ("backward()", 3.0, True, 1)
     assert "in test_status_has_a_call_of_the_device_while" in call.line
     assert report.waiting == (call,)
     assert not report.rests, "the thread may come to anything"
@@ -112,7 +113,7 @@ def recorded(given: int, done: int) -> dict[str, Any]:
     status = {"last_enqueued_collective": str(given), "last_started_collective": "-1"}
     retired = {"collective_seq_id": 6, "profiling_name": "nccl:all_gather", "retired": True}
     entries = [retired, {"collective_seq_id": 7, "profiling_name": "nccl:all_reduce", "retired": False}]
-    named = [{**entry, "process_group": ["0", "default_pg"]} for entry in entries]
+    named = [{**entry, "process_group": ["0", "default_pg"], "time_created_ns": time.time_ns()} for entry in entries]
     return {"pg_status": {"0": {**status, "last_completed_collective": str(done)}}, "entries": named}
 
 
@@ -123,14 +124,16 @@ def test_flight_recorder_of_the_backend_says_whether_a_collective_is_waited_for(
     dump = lambda includeCollectives=True: json.dumps(recorded(*numbers)).encode()
     monkeypatch.setattr(device_mark._distributed_c10d, "_dump_heard_trace_json", dump, raising=False)
     mark = DeviceMark(torch.device("cpu"), "heard")
+    numbers = [11, 11]
     mark.record()
     assert [mark.look(float(now), "") for now in range(9)] == [None] * 9, "the device computes"
     assert Event.asked == 0
-    numbers[0] = 12
+    numbers = [12, 11]
     mark.look(10.0, "")
     assert called(mark.look(10.0 + WAITING, "")) == ("a collective", 10.0)
-    assert mark.issued == 12
-    numbers[1] = 10
+    later = DeviceMark(torch.device("cpu"), "heard")
+    assert [later.look(float(now), "") for now in range(9)] == [None] * 9, "of a group that ended before this one began"
+    numbers = [12, 12]
     assert mark.look(11.0 + WAITING, "") is None, "it goes on"
     assert mark.collective() == ("nccl:all_reduce", 7, "0")
 
@@ -139,15 +142,16 @@ def test_flight_recorder_of_torch_is_read_as_it_is() -> None:
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
         dist.barrier()
-        dist.all_reduce(torch.ones(3))
         mark = DeviceMark(torch.device("cpu"), "fr")  # whose name is that of the recorder itself
+        assert mark.collective() == (), "of earlier groups in this process nothing is said"
+        other = DeviceMark(torch.device("cpu"), "unheard of")
+        dist.all_reduce(torch.ones(3))
         assert mark.collective()[0] == "gloo:all_reduce"
         group = dist.group.WORLD
         assert group is not None
         assert mark.collective()[2] == group.group_name
-        mark.look(0.0, "")
-        assert mark.issued >= 2
-        name, _, unnamed = DeviceMark(torch.device("cpu"), "unheard of").collective()
+        assert mark.look(0.0, "") is None
+        name, _, unnamed = other.collective()
         assert (name, unnamed) == ("gloo:all_reduce", "")
     finally:
         dist.destroy_process_group()

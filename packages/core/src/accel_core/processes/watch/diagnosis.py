@@ -25,6 +25,7 @@ _OF_TORCH = frozenset(f"torch.distributed.{name}()" for name in ("broadcast", "g
 ROOTED = _OF_TORCH | {"broadcast()", "LocalSGD", "prepare()"}
 # Collectives that scripts put under a condition, because elsewhere the main process calls them alone.
 SAVING = frozenset(["save_state()", "load_state()", "save_model()", "get_state_dict()"])
+_PURE = ("gather", "reduce", "wait_for_everyone", "check_trigger", "torch.distributed.")  # how such names begin
 # What is said of a process in a state in which it will never answer.
 LOSSES = {
     "gone": "{} ended without a word: killed from outside (out of memory?), os._exit(), or a crash; gloo crashes where the "
@@ -42,7 +43,7 @@ class Call(NamedTuple):
     members: tuple[int, ...] | None = None  # the ranks that take part; None: all
     since: float = 0.0  # when that began, by the clock of its rank: tells two such times apart
     inner: str = ""  # the innermost collective inside of that one
-    issued: int = 0  # of what the device, and not the thread, is in: how many it has been given; see `DeviceMark`
+    on_device: bool = False  # whether the device is in it, and not the thread: see `DeviceMark`
 
     @property
     def meeting(self) -> str:
@@ -58,9 +59,14 @@ class Call(NamedTuple):
         """Whether it waits for this rank."""
         return self.members is None or rank in self.members
 
+    @property
+    def is_pure(self) -> bool:
+        """Whether all ranks meet in it, and none computes, writes or waits for its device alone."""
+        return self.name.startswith(_PURE) and self.name not in ROOTED
+
     def __str__(self) -> str:
         text = f"{self.inner} inside of {self.name}" if self.inner not in ("", self.name) else self.name
-        return f"{text} on its device" if self.issued else text
+        return f"{text} on its device" if self.on_device else text
 
 
 class Report(NamedTuple):
@@ -73,13 +79,13 @@ class Report(NamedTuple):
     left: str = ""  # how it has left: `ENDED` or `FAILED`; empty while it takes part
     free: bool = False  # whether a thread of its that takes part in collectives is in none now
     running: tuple[int, ...] = ()  # other ranks whose processes run on its machine, for those who cannot look there
-    issued: int = 0  # what its device has been given: see `DeviceMark`
+    windows: int = 0  # that its device has been given: see `DeviceMark`
     collective: tuple[Any, ...] = ()  # of its device: name, number, group; empty without
 
     @property
     def rests(self) -> bool:
         """Whether nothing will come of this rank unless others come to it."""
-        return bool(self.calls) and not self.free and all(call.waits and not call.issued for call in self.calls)
+        return bool(self.calls) and not self.free and all(call.waits and not call.on_device for call in self.calls)
 
     @property
     def waiting(self) -> tuple[Call, ...]:
@@ -92,8 +98,8 @@ class Report(NamedTuple):
         report = cls(*json.loads(text))
         calls = [Call(*call) for call in report.calls]
         listed = [call._replace(members=call.members and tuple(call.members)) for call in calls]
-        seen, last = tuple(report.running), tuple(report.collective)
-        return report._replace(calls=tuple(listed), running=seen, collective=last)
+        running, collective = tuple(report.running), tuple(report.collective)
+        return report._replace(calls=tuple(listed), running=running, collective=collective)
 
     def __str__(self) -> str:
         if self.left:
@@ -144,12 +150,13 @@ def missing(rank: int, reports: Mapping[int, Report], absent: Mapping[int, Absen
     for other in sorted({*reports, *absent} - {rank}):
         calls = [call for call in reports[rank].waiting if call.involves(other)]
         if calls:
-            gone, of_device = absent.get(other), calls[0].issued  # which has no other beside it
-            there = reports.get(other)
-            if there is None or gone is not None:
-                found[other] = (gone and gone.given_up) or None
+            gone = absent.get(other)
+            if gone is not None:
+                found[other] = gone.given_up or None
+            elif calls[0].on_device:  # and there is no other beside it
+                found[other] = _out_of_order(reports[rank], reports[other])
             else:
-                found[other] = _out_of_order(reports[rank], there) if of_device else _elsewhere(calls, there, moving)
+                found[other] = _elsewhere(calls, reports[other], moving)
     return {other: reason for other, reason in found.items() if reason is not None}
 
 
@@ -179,16 +186,16 @@ def _elsewhere(waited_for: Sequence[Call], report: Report, moving: set[int]) -> 
 
 def _out_of_order(mine: Report, report: Report) -> str | None:
     """Why a rank will not give its device what this one's waits for; None if it may, or has."""
-    behind = report.issued < mine.issued
+    behind = report.windows < mine.windows
     if report.left:
         return str(report) if behind or report.left == FAILED else None
-    if any(call.issued for call in report.calls):  # so does that device
+    if any(call.on_device for call in report.calls):  # so does that device
         same = mine.collective[1:] == report.collective[1:] and all(mine.collective[2:])  # number and name of the group
         return "" if same and mine.collective != report.collective else None
     # All call in one order: a rank that rests in what this one has gone past without it is out of it.
-    together = {call.meeting for call in mine.calls} & {call.meeting for call in report.calls}
-    rests = report.rests and all(call.involves(mine.rank) and call.name not in ROOTED for call in report.calls)
-    return "" if behind and rests and not together else None
+    here = {call.meeting for call in mine.calls}
+    rests = report.rests and all(call.is_pure and call.involves(mine.rank) for call in report.calls)
+    return "" if behind and rests and here.isdisjoint(call.meeting for call in report.calls) else None
 
 
 def verdict(report: Report, reports: Mapping[int, Report], found: Mapping[int, str]) -> str:

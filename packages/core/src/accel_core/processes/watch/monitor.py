@@ -244,7 +244,7 @@ class Watch:
             return
         ranks = [waiting.rank, *(rank for rank, reason in found.items() if not reason)]
         calls = [(rank, call) for rank in ranks for call in reports[rank].waiting]
-        waits = [(rank, call.meeting, call.since, call.issued and call.line) for rank, call in calls]
+        waits = [(rank, call.meeting, call.since, call.on_device and call.line) for rank, call in calls]
         what, numbers = (waits, {rank: bool(found[rank]) for rank in found}), [reports[rank].number for rank in ranks]
         before, last, times = self._suspicion
         if what != before:

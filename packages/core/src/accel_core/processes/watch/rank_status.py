@@ -53,12 +53,11 @@ class RankStatus:
         line = positions[self._thread].line if self._thread in positions else "the end of the thread"
         if self._mark is not None:
             unfinished = self._mark.look(now, line)
-            if unfinished is not None and not any(call.waits for call in calls):
-                calls += (unfinished,)
+            calls += (unfinished,) if unfinished and not any(call.waits for call in calls) else ()
         free = any(not at.joins for thread, at in positions.items() if thread in taking_part and thread not in entries)
         self._number += 1
         return Report(
-            self._rank, self._number, line, calls, self.left, free, (), self._mark.issued if self._mark else 0
+            self._rank, self._number, line, calls, self.left, free, (), self._mark.windows if self._mark else 0
         )
 
     def collective(self) -> tuple[Any, ...]:
