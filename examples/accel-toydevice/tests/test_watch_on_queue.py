@@ -162,6 +162,26 @@ def test_groups_are_connected_at_once_and_never_split_from_the_whole() -> None:
     ]
 
 
+def connections(many: int) -> int:
+    """How many sockets gloo beside the device has opened before anything is sent."""
+    from accel_core.processes import world as world_module
+
+    world_module._MANY = many
+    world = World.current()
+    known = world._connections
+    assert known is not None
+    opened = len(known._known)
+    world.barrier()
+    world.end()
+    return opened
+
+
+def test_gloo_beside_the_device_connects_late_where_there_are_many_ranks() -> None:
+    at_once = run_ranks(connections, 2, 256, timeout=60)
+    late = run_ranks(connections, 2, 1, timeout=60)
+    assert all(few < many for few, many in zip(late, at_once, strict=True)), (late, at_once)
+
+
 def end_with_work_in_the_queue() -> str:
     accelerator = Accelerator()
     if accelerator.process_index == 1:

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from accel_core.processes.watch.monitor import Watch
 
 
+_MANY = 256  # ranks, above which gloo beside a device is not to open a connection to each of the others in each group
+
+
 class Closeable(Protocol):
     """An object that must release process groups before they end; closed once or more."""
 
@@ -145,6 +148,8 @@ class World:
             backend, connections = backend or _default_backend(device), Connections(store)
             serving = dict(dist.BackendConfig(dist.Backend(backend)).get_device_backend_map()).get(device.type)
             bound = device if serving and device.type != "cpu" else None
+            if bound is not None and place.size > _MANY:
+                os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
             # torch forgets the default of a backend that stands beside another one.
             limit = timeout or dist.distributed_c10d._get_default_timeout(dist.Backend(serving or "gloo"))
             with connections.made_here():

@@ -239,4 +239,4 @@ def test_collectives_of_one_number_in_one_group_have_one_name() -> None:
     assert missing(unnamed, queued(1, ON_DEVICE, windows=9, last=("gloo:all_gather", 8, ""))) == {}
     text = verdict(mine, by_rank(mine, queued(1, windows=9)), {1: ""})
     assert "rank 0 waits in backward() on its device for rank 1, in vain" in text
-    assert "loss.item(); its device's collective: nccl:all_reduce, number 8 of group '0'" in text
+    assert "loss.item(); its device's collective: nccl:all_reduce, number 8 of group 0" in text

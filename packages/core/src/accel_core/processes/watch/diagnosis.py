@@ -105,10 +105,8 @@ class Report(NamedTuple):
         if self.left:
             return f"has {self.left}, at {self.line}"
         calls = [f"in {call} for {call.seconds:.0f} s, at {call.line}" for call in self.calls]
-        last = (
-            "; its device's collective: {}, number {} of group {!r}".format(*self.collective) if self.collective else ""
-        )
-        return ("; ".join(calls) or f"at {self.line}") + last
+        parts = zip(("; its device's collective: ", ", number ", " of group "), self.collective, strict=False)
+        return ("; ".join(calls) or f"at {self.line}") + "".join(f"{what}{part}" for what, part in parts if part)
 
 
 class Absent(NamedTuple):
