@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -164,9 +165,7 @@ def test_groups_are_connected_at_once_and_never_split_from_the_whole() -> None:
 
 def connections(many: int) -> int:
     """How many sockets gloo beside the device has opened before anything is sent."""
-    from accel_core.processes import world as world_module
-
-    world_module._MANY = many
+    sys.modules[World.__module__]._MANY = many
     world = World.current()
     known = world._connections
     assert known is not None

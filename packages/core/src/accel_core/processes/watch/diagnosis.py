@@ -25,7 +25,8 @@ _OF_TORCH = frozenset(f"torch.distributed.{name}()" for name in ("broadcast", "g
 ROOTED = _OF_TORCH | {"broadcast()", "LocalSGD", "prepare()"}
 # Collectives that scripts put under a condition, because elsewhere the main process calls them alone.
 SAVING = frozenset(["save_state()", "load_state()", "save_model()", "get_state_dict()"])
-_PURE = ("gather", "reduce", "wait_for_everyone", "check_trigger", "torch.distributed.")  # how such names begin
+# How names of collectives begin in which ranks meet and do nothing else: in others they may write, or wait for their own device.
+_PURE = ("gather", "reduce", "wait_for_everyone", "check_trigger", "torch.distributed.")
 # What is said of a process in a state in which it will never answer.
 LOSSES = {
     "gone": "{} ended without a word: killed from outside (out of memory?), os._exit(), or a crash; gloo crashes where the "
@@ -58,11 +59,6 @@ class Call(NamedTuple):
     def involves(self, rank: int) -> bool:
         """Whether it waits for this rank."""
         return self.members is None or rank in self.members
-
-    @property
-    def is_pure(self) -> bool:
-        """Whether all ranks meet in it, and none computes, writes or waits for its device alone."""
-        return self.name.startswith(_PURE) and self.name not in ROOTED
 
     def __str__(self) -> str:
         text = f"{self.inner} inside of {self.name}" if self.inner not in ("", self.name) else self.name
@@ -191,9 +187,9 @@ def _out_of_order(mine: Report, report: Report) -> str | None:
         same = mine.collective[1:] == report.collective[1:] and all(mine.collective[2:])  # number and name of the group
         return "" if same and mine.collective != report.collective else None
     # All call in one order: a rank that rests in what this one has gone past without it is out of it.
-    here = {call.meeting for call in mine.calls}
-    rests = report.rests and all(call.is_pure and call.involves(mine.rank) for call in report.calls)
-    return "" if behind and rests and here.isdisjoint(call.meeting for call in report.calls) else None
+    here, calls = {call.meeting for call in mine.calls}, report.calls
+    pure = all(call.name.startswith(_PURE) and call.name not in ROOTED and call.involves(mine.rank) for call in calls)
+    return "" if behind and report.rests and pure and here.isdisjoint(call.meeting for call in calls) else None
 
 
 def verdict(report: Report, reports: Mapping[int, Report], found: Mapping[int, str]) -> str:
