@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import machines_job
 import pytest
-from namespaces import Machine, two_machines, why_not
+from namespaces import FILES, Machine, two_machines, why_not
 from safetensors.torch import load_file
 
 from accel_testing import run_ranks
@@ -161,3 +162,31 @@ def test_the_doctor_names_the_pairs_that_do_not_reach_each_other(machines, site)
     assert re.search(r"\n1 +0 +\d+\.\d+ ms\n", page), "the other way is open"
     assert f"{machines[1].address}, 127.0.0.1" in page
     assert page.rstrip().endswith("✗ 2 processes on 2 machines: 1 problem, see above."), page
+
+
+TALK = """
+from accel_core import Accelerator
+import torch
+accelerator = Accelerator(cpu=True)
+print("heard", accelerator.gather(torch.tensor([accelerator.process_index])).tolist(), flush=True)
+accelerator.end_training()
+"""
+
+
+def test_ranks_of_another_launcher_talk_by_the_interface_that_joins_them(machines, site):
+    """Each machine takes its own name for its loopback, as Debian does; gloo alone would listen there."""
+    outputs = []
+    for rank, machine in enumerate(machines):
+        hosts = FILES / machine.name / "hosts"
+        hosts.write_text(f"127.0.0.1 localhost\n127.0.1.1 {socket.gethostname()}\n")
+        place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        env = {**site.env, **place, "MASTER_ADDR": site.zero.address, "MASTER_PORT": str(PORT + 1)}
+        site.started.append(machine.start([sys.executable, "-c", TALK], site.folder / f"talk {rank}", env))
+        outputs.append(f"talk {rank}")
+    everything = lambda: "\n----\n".join(map(site.said, outputs))
+    try:
+        assert [each.wait(60) for each in site.started] == [0, 0], everything()
+        assert all("heard [0, 1]" in site.said(each) for each in outputs), everything()
+    finally:
+        for machine in machines:
+            (FILES / machine.name / "hosts").unlink()

@@ -23,6 +23,7 @@ from accel_launch.starting.devices import (
     threads_of_each,
     usable_cores,
 )
+from accel_launch.starting.flight_recorder import recording
 from accel_launch.starting.plan import OWN_STORE, Plan, make_plan
 
 FOUR = Accelerators("cuda", 4)
@@ -268,3 +269,29 @@ def test_quota_of_a_container_counts(files: dict[str, str], cores: int | None, t
         (tmp_path / name).write_text(text + "\n")
     all_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     assert usable_cores(tmp_path) == (cores or all_cores)
+
+
+def test_flight_recorder_is_on_where_accelerators_are_used_and_dumps_into_the_folder_of_logs(
+    monkeypatch, tmp_path
+) -> None:
+    monkeypatch.setattr(planning, "find_accelerators", lambda: FOUR)
+    expected = {
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/flight_recorder_rank_",
+    }
+    assert expected.items() <= planned(cpu=False, log_dir=tmp_path).variables.items()
+    assert "TORCH_FR_DUMP_TEMP_FILE" not in planned(cpu=False).variables
+    assert not expected.keys() & planned(num_processes=2, log_dir=tmp_path).variables.keys()
+    rank = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    joined = planned(cpu=False, environ=rank | address)
+    assert (joined.way, joined.variables["TORCH_NCCL_DUMP_ON_TIMEOUT"]) == ("join", "1")
+
+
+def test_variables_of_the_flight_recorder_that_are_set_hold_under_either_name(tmp_path) -> None:
+    given = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_FR_BUFFER_SIZE": "9"}
+    assert recording(None, given) == {}
+    older = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "9", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/tmp/mine"}
+    assert recording(tmp_path, older) == {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}

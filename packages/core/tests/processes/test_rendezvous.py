@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import socket
+import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from accel_core.base.errors import WorldError
+from accel_core.processes import rendezvous
 from accel_core.processes.launch_environment import Place, read_place
 from accel_core.processes.rendezvous import assemble, claim, identity, open_store, round_of
 from accel_testing import run_ranks
@@ -100,3 +103,36 @@ def test_devices_are_told_apart_by_what_torch_says_and_by_their_host(monkeypatch
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     expected = f"cuda uuid=0 pci_domain_id=0 pci_bus_id=7 pci_device_id=1 on {socket.gethostname()}"
     assert identity(GPU) == expected
+
+
+ROUTES = """Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT
+wifi0\t00000000\t0101A8C0\t0003\t0\t0\t600\t00000000\t0\t0\t0
+eth0\t00000000\t0100000A\t0003\t0\t0\t100\t00000000\t0\t0\t0
+eth0\t0000000A\t00000000\t0001\t0\t0\t100\t000000FF\t0\t0\t0
+ib0\t000D4D0A\t00000000\t0001\t0\t0\t0\t00FFFFFF\t0\t0\t0
+"""
+
+
+@pytest.mark.parametrize(
+    ("address", "interface"),
+    [
+        ("10.77.13.9", "ib0"),  # the narrowest network
+        ("10.1.2.3", "eth0"),
+        ("8.8.8.8", "eth0"),  # the cheapest way to anywhere
+        ("127.0.1.1", "eth0"),  # this host's own name may stand for its loopback
+        ("no address", "taken"),
+    ],
+)
+def test_gloo_uses_the_interface_that_leads_to_rank_0(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, address: str, interface: str
+) -> None:
+    assert sys.byteorder == "little", "in which the table is written here"
+    (tmp_path / "route").write_text(ROUTES)
+    monkeypatch.setattr(rendezvous, "_ROUTES", tmp_path / "route")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "taken")
+    rendezvous._choose_interface(address)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "taken", "by the user"
+    if interface != "taken":
+        monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+        rendezvous._choose_interface(address)
+        assert os.environ["GLOO_SOCKET_IFNAME"] == interface

@@ -443,3 +443,13 @@ def test_rank_that_waits_in_vain_says_so_and_ends(capfd: pytest.CaptureFixture[s
     first, _ = run_ranks(rank_one_never_ends, 2)
     assert 4 < first < 7
     assert "Rank 0 of 2 ends without the others, which were not all ready within 5 s" in capfd.readouterr().out
+
+
+def asks_for_no_timeout() -> timedelta:
+    own = {"gloo": timedelta(minutes=7)}  # as the one of NCCL is another than that of everything else
+    dist.distributed_c10d._get_default_timeout = lambda backend: own.get(str(backend), dist.default_pg_timeout)
+    return World.current(cpu=True, backend="cpu:gloo").timeout
+
+
+def test_timeout_is_that_of_the_backend_that_serves_the_device() -> None:
+    assert run_ranks(asks_for_no_timeout, 2) == [timedelta(minutes=7)] * 2

@@ -104,6 +104,8 @@ class LoopMethods(AcceleratorParts):
             with self._world.watch.collective("backward()"):
                 relay.backward(relay.scale_loss(loss), weight, closes, kwargs)
             relay.synchronise_gradients()  # behind the mark: a rank that has more to send than the others is told from them
+            if (mark := self._world.mark) is not None:
+                mark.record()
         else:
             relay.backward(relay.scale_loss(loss), weight, closes, kwargs)
 
@@ -138,6 +140,8 @@ class LoopMethods(AcceleratorParts):
         with self._world.collective("forward_backward()"):
             relay, inputs = self._relay, inputs or default_inputs
             mean = relay.forward_backward(model, micro_batches, loss_fn, inputs, relay.scale_loss)
+        if (mark := self._world.mark) is not None:
+            mark.record()
         self._accumulation.count_backward()
         return mean
 

@@ -8,6 +8,7 @@ import ipaddress
 import logging
 import os
 import socket
+import struct
 import time
 import warnings
 from datetime import timedelta
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 LINGER = timedelta(seconds=3)  # for which rank 0 keeps the store for ranks that have not read a bad verdict yet
 PATIENCE = timedelta(seconds=5)  # for which a rank that ends waits for the others, in all
 MET = "met"  # the verdict on a world that has come together
+_ROUTES = Path("/proc/net/route")  # of IPv4, numbers in the order of bytes in which they are sent
 logger = logging.getLogger(__name__)
 
 
@@ -38,6 +40,8 @@ def open_store(url: str, place: Place, timeout: timedelta) -> dist.Store:
     `torch.distributed.DistError` if the port is taken, or nobody listens within `timeout`.
     """
     parts = urlsplit(url)
+    if place.local_size < place.size:
+        _choose_interface(str(place.address or parts.hostname))
     if parts.scheme != "tcp" or parts.query or parts.hostname is None or parts.port is None or place.agent:
         store: dist.Store = next(iter(dist.rendezvous(url, place.rank, place.size, timeout=timeout)))[0]
         return store
@@ -50,6 +54,17 @@ def open_store(url: str, place: Place, timeout: timedelta) -> dist.Store:
         multi_tenant=True,
         master_listen_fd=None if listener is None else listener.detach(),
     )
+
+
+def _choose_interface(address: str) -> None:
+    """Has gloo use the network interface to `address`, not that of this host's name, if known."""
+    with contextlib.suppress(OSError, ValueError):
+        (target,) = struct.unpack("=I", socket.inet_aton(socket.gethostbyname(address)))
+        rows = [line.split() for line in _ROUTES.read_text().splitlines()[1:]]
+        routes = [(int(row[7], 16).bit_count(), -int(row[6]), row) for row in rows]  # the narrowest, then the cheapest
+        fitting = [each for each in routes if target & int(each[2][7], 16) == int(each[2][1], 16)]
+        # An address of this host may be its loopback, to which no route is listed: any that leads to others.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", max(fitting or routes)[2][0])
 
 
 def loopback_listener(host: str, port: int) -> socket.socket | None:

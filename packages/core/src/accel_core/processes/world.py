@@ -9,6 +9,7 @@ import faulthandler
 import functools
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -25,11 +26,15 @@ from accel_core.processes import failure_output
 from accel_core.processes.launch_environment import Place, read_place
 from accel_core.processes.rendezvous import PATIENCE, Shutdown, acquire, assemble, claim, not_met, open_store, round_of
 from accel_core.processes.watch.collective_scope import explain, explanation, on_duty, running
+from accel_core.processes.watch.device_mark import DeviceMark
 
 if TYPE_CHECKING:
     from accel_core.processes.channel import Channel
     from accel_core.processes.watch.connections import Connections
     from accel_core.processes.watch.monitor import Watch
+
+
+_MANY = 256  # ranks, above which gloo beside a device is not to open a connection to each of the others in each group
 
 
 class Closeable(Protocol):
@@ -62,6 +67,8 @@ class World:
         # Whether every collective is compared across the ranks before it runs.
         self.checks = flag("debug", None, "ACCELERATE_DEBUG_MODE", False).value
         self.watch: Watch | None = None  # stays so in a world of one, and where ranks met without a store
+        self.mark: DeviceMark | None = None  # of an accelerator that is watched
+        self._connects: torch.device | None = None  # for which subgroups are connected when they are made
         self._connections: Connections | None = None  # those of the groups that were made here
         self._url: str | None = None  # the meeting point; None if somebody else started the group
         self._store: dist.Store | None = None  # where this world met; None if somebody else started the group
@@ -141,14 +148,24 @@ class World:
             store = _meet(url, place, timeout or dist.default_pg_timeout)
             assemble(store, url, place, device, timeout or dist.default_pg_timeout)
             backend, connections = backend or _default_backend(device), Connections(store)
+            serving = dict(dist.BackendConfig(dist.Backend(backend)).get_device_backend_map()).get(device.type)
+            bound = device if serving and device.type != "cpu" else None
+            if bound is not None and place.size > _MANY:
+                os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+            # torch forgets the default of a backend that stands beside another one.
+            limit = timeout or dist.distributed_c10d._get_default_timeout(dist.Backend(serving or "gloo"))
             with connections.made_here():
-                dist.init_process_group(backend, timeout=timeout, rank=place.rank, world_size=place.size, store=store)
+                dist.init_process_group(backend, None, limit, place.size, place.rank, store, device_id=bound)
         except dist.DistError as error:
             raise not_met(url, place, error) from error
         group = _default_group()
         assert group is not None, "init_process_group has returned"
         world = cls(place, device, timeout or min(_timeouts(group), default=dist.default_pg_timeout), group)
         world._store, world._url, world._connections = store, url, connections
+        if bound is not None and group._get_backend(bound).supports_splitting:
+            # It is connected by now. New groups would be split from it, for which all ranks must come, also to those of some
+            # ranks, or of the CPU: docs/decisions/0067-the-watch-and-devices-that-work-by-themselves.md.
+            group.bound_device_id, world._connects = None, bound
         _check_timeouts(group, timeout)
         world._share(group)
         world.group_beside(group, "messages")  # now, while all ranks are together
@@ -195,8 +212,11 @@ class World:
             groups = [whole(), *beside.values()]
             connections.break_off([each for each in groups if isinstance(each, dist.ProcessGroup)])
 
-        spins, hosted = self.device.type != "cpu", self._hosted
-        watch = Watch(store, self.rank, self.size, break_off, lambda: whole() is None, self.checks, spins, hosted)
+        if self.device.type != "cpu":
+            with contextlib.suppress(RuntimeError):  # no events, or no backend for the device
+                self.mark = DeviceMark(self.device, group._get_backend(self.device).name())
+        checks, mark, hosted = self.checks, self.mark, self._hosted
+        watch = Watch(store, self.rank, self.size, break_off, lambda: whole() is None, checks, mark, hosted)
         self.watch = on_duty[group] = watch.start()
 
     def _require(
@@ -298,7 +318,8 @@ class World:
         groups = _beside.setdefault(whole, {})
         if (ranks, purpose) not in groups:
             with contextlib.nullcontext() if self._connections is None else self._connections.made_here():
-                made = dist.new_group(list(ranks), timeout=self.timeout, use_local_synchronization=not by_all)
+                local, device = not by_all, self._connects if by_all else None
+                made = dist.new_group(list(ranks), self.timeout, use_local_synchronization=local, device_id=device)
             if self.rank in ranks:
                 _check_timeouts(made, self.timeout)
             groups[ranks, purpose] = made
@@ -344,7 +365,13 @@ class World:
             self._shows_crashes = False
         if group is None or _shared.pop(group, None) is None:
             return
-        watch, self.watch = self.watch, None
+        watch, self.watch, self.mark = self.watch, None, None
+        if patient and watch is not None and self.device.type != "cpu":
+            # Its collectives need this process, and it will not finish them once the Watch has found them to be in vain.
+            waiting = threading.Thread(target=torch.accelerator.synchronize, args=(self.device,), daemon=True)
+            waiting.start()
+            while waiting.is_alive() and not watch.verdict:
+                waiting.join(0.1)
         if watch is not None:
             watch.leave(failed=not patient)
         store, self._store, shutdown = self._store, None, None
@@ -412,6 +439,8 @@ def fatal_error() -> BaseException | None:
 def _tell_why(error: BaseException) -> None:
     """Leaves others a notice of the error that ends this process, or tells whose failure does."""
     lost, watch = failure_output.broken_connection_in(error), running()
+    if lost is None and watch is not None and watch.verdict and isinstance(error, RuntimeError):
+        lost = error  # of a device whose collectives were broken off
     found = str(lost)
     if lost is not None and watch is not None and watch.verdict:
         explain(lost)  # which takes no time then: agents read the file as soon as it is there

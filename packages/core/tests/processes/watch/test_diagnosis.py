@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
-from accel_core.processes.watch.diagnosis import ENDED, Absent, Call, Report, broken_text, judged, table, verdict
+from accel_core.processes.watch.diagnosis import (
+    ENDED,
+    FAILED,
+    Absent,
+    Call,
+    Report,
+    broken_text,
+    judged,
+    table,
+    verdict,
+)
 from accel_core.processes.watch.diagnosis import missing as missing_for
 
 GATHER = Call("gather()", 4.0, "train.py, line 12, in main: accelerator.gather(loss)")
@@ -31,7 +42,7 @@ def ranks_missed(mine: Report, *others: Report, absent: dict[int, Absent] | None
 
 def test_report_travels_as_text() -> None:
     inside = Call("reduce('mean')", 2.5, "x", members=(0, 2))
-    original = Report(3, 9, "here", (GATHER, inside), ENDED)
+    original = Report(3, 9, "here", (GATHER, inside), ENDED, windows=4, collective=("nccl:all_reduce", 5, "0"))
     assert Report.from_json(json.dumps(original)) == original
 
 
@@ -176,3 +187,56 @@ def test_timeout_is_told_as_such_with_the_option_that_makes_it_longer() -> None:
 def test_table_is_in_rank_order() -> None:
     lines = table(by_rank(report(2), report(10), report(1)), {0: "gone"}).splitlines()
     assert [line.split(":")[0] for line in lines] == ["  rank 0", "  rank 1", "  rank 2", "  rank 10"]
+
+
+ON_DEVICE = Call("backward()", 9.0, "train.py, line 31, in main: loss.item()", on_device=True)
+
+
+def queued(rank: int, *calls: Call, windows: int, left: str = "", last: tuple[Any, ...] = ()) -> Report:
+    return report(rank, *calls, left=left)._replace(windows=windows, collective=last)
+
+
+def test_device_waits_in_vain_for_a_rank_that_is_gone_or_ended_before() -> None:
+    mine = queued(0, ON_DEVICE, windows=7)
+    assert "ended without a word" in missing(mine, absent={1: Absent(5.0, "gone", "process 7 on a")})[1]
+    assert missing(mine, queued(1, windows=6, left=ENDED)) == {
+        1: "has ended its training, at train.py, line 7, in load"
+    }
+    assert missing(mine, queued(1, windows=7, left=ENDED)) == {}, "that one was there: this device computes"
+    assert ranks_missed(mine, queued(1, windows=7, left=FAILED)) == [1]
+
+
+def test_rank_that_is_slow_is_never_missed_by_a_device() -> None:
+    mine = queued(0, ON_DEVICE, windows=7)
+    assert missing(mine, queued(1, windows=6)) == {}
+    assert missing(mine, queued(1, Call("gather()", 0.5, ""), windows=6)) == {}
+    assert missing(mine, queued(1, ON_DEVICE, windows=7)) == {}
+    assert missing(mine, queued(1, GATHER, windows=7)) == {}, "that one was there: this device computes"
+    assert missing(queued(1, GATHER, windows=7), mine) == {}
+    assert missing(mine, absent={1: Absent(900.0, "running", "")}) == {}
+
+
+def test_device_waits_in_vain_for_a_rank_that_rests_in_what_this_one_has_passed() -> None:
+    mine = queued(0, ON_DEVICE, windows=7)
+    assert missing(mine, queued(1, GATHER, windows=6)) == {1: ""}
+    coming = queued(0, ON_DEVICE, GATHER._replace(seconds=0.0), windows=7)
+    assert missing(coming, queued(1, GATHER, windows=6)) == {}, "this one has just come"
+    for name in ("backward()", "forward_backward()", "join_uneven_inputs()", "save_state()"):
+        assert missing(mine, queued(1, Call(name, 9.0, ""), windows=6)) == {}, (
+            "it may write, or wait for its own device"
+        )
+    pair, root = GATHER._replace(members=(1, 2)), Call("torch.distributed.broadcast()", 9.0, "")
+    assert missing(mine, queued(1, pair, windows=6), queued(2, windows=6)) == {}, "that one waits for a third"
+    assert missing(mine, queued(1, root, windows=6)) == {}
+
+
+def test_collectives_of_one_number_in_one_group_have_one_name() -> None:
+    mine = queued(0, ON_DEVICE, windows=9, last=("nccl:all_reduce", 8, "0"))
+    assert missing(mine, queued(1, ON_DEVICE, windows=9, last=("nccl:all_gather", 8, "0"))) == {1: ""}
+    assert missing(mine, queued(1, ON_DEVICE, windows=9, last=("nccl:all_gather", 7, "0"))) == {}, "it comes to 8"
+    assert missing(mine, queued(1, ON_DEVICE, windows=9, last=("nccl:all_gather", 8, "3"))) == {}
+    unnamed = mine._replace(collective=("gloo:all_reduce", 8, ""))
+    assert missing(unnamed, queued(1, ON_DEVICE, windows=9, last=("gloo:all_gather", 8, ""))) == {}
+    text = verdict(mine, by_rank(mine, queued(1, windows=9)), {1: ""})
+    assert "rank 0 waits in backward() on its device for rank 1, in vain" in text
+    assert "loss.item(); its device's collective: nccl:all_reduce, number 8 of group 0" in text

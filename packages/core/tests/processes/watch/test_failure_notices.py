@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from accel_core import Accelerator
 from accel_core.processes.failure_output import broken_connection_in, is_broken_connection
+from accel_core.processes.watch import collective_scope
 from accel_core.processes.watch.collective_scope import explain
 from accel_core.processes.watch.status_store import StatusStore
 from accel_testing import RanksFailed, run_ranks
@@ -189,3 +192,18 @@ def test_explaining_does_nothing_without_a_process_group() -> None:
     error = RuntimeError(BROKEN)
     explain(error)
     assert str(error) == BROKEN
+
+
+def test_error_of_a_device_after_a_verdict_is_explained_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a backend says of a collective that was broken off."""
+    watch: Any = SimpleNamespace(verdict="", explain=lambda error: watch.verdict)
+    monkeypatch.setattr(collective_scope, "running", lambda: watch)
+    before, error = RuntimeError("a kernel failed"), RuntimeError("the communicator was aborted")
+    collective_scope.explain(before)
+    assert str(before) == "a kernel failed"
+    watch.verdict = "rank 0 waits in vain for rank 1"
+    collective_scope.explain(error)
+    assert str(error) == "the communicator was aborted\nrank 0 waits in vain for rank 1"
+    other = ValueError("of the user")
+    collective_scope.explain(other)
+    assert str(other) == "of the user"

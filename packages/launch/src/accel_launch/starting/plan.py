@@ -18,6 +18,7 @@ from accel_launch.starting.devices import (
     find_accelerators_elsewhere,
     threads_of_each,
 )
+from accel_launch.starting.flight_recorder import recording
 from accel_launch.starting.interfaces import variables_towards
 
 if TYPE_CHECKING:
@@ -98,11 +99,11 @@ def make_plan(launch: LaunchOptions, cpu: bool, environ: Mapping[str, str]) -> P
     if place.source == "alone":
         return _started_here(launch, cpu, environ, place)
     if launch.num_processes in {None, place.size}:
-        return _joined(launch, environ, place)
+        return _joined(launch, cpu, environ, place)
     return _started_here(_as_machine(launch, place), cpu, environ, place)
 
 
-def _joined(launch: LaunchOptions, environ: Mapping[str, str], place: Place) -> Plan:
+def _joined(launch: LaunchOptions, cpu: bool, environ: Mapping[str, str], place: Place) -> Plan:
     """The plan of a rank that another launcher has started."""
     idle = [name for name in given(launch) if name not in FOR_JOINING]
     if idle:
@@ -132,6 +133,7 @@ def _joined(launch: LaunchOptions, environ: Mapping[str, str], place: Place) -> 
         variables |= confined(launch.device_ids, found, environ)
     if launch.num_cpu_threads_per_process is not None:
         variables[THREADS] = str(launch.num_cpu_threads_per_process)
+    variables |= {} if cpu else recording(launch.log_dir, environ)
     rank = place.rank // place.local_size
     return Plan(
         replace(launch, num_machines=nodes), "join", place, place.size, place.local_size, rank, None, variables, found
@@ -186,6 +188,7 @@ def _started_here(launch: LaunchOptions, cpu: bool, environ: Mapping[str, str], 
     variables |= {} if threads is None else {THREADS: str(threads)}
     if here == machines == 1 and not [name for name in given(launch) if name not in FOR_ONE]:
         return Plan(launch, "alone", place, 1, 1, 0, None, variables, found)
+    variables |= {} if cpu else recording(launch.log_dir, environ)
     rank, meeting = _meeting(launch, here * machines)
     if meeting.backend == meeting_point.MACHINES:
         variables |= variables_towards(launch.local_addr or str(launch.main_process_ip), environ)

@@ -39,7 +39,9 @@ def collective(name: str, *, whole: bool = False) -> contextlib.AbstractContextM
 def explain(error: BaseException) -> None:
     """Adds to a broken connection's error why it broke, which may take seconds. No collective."""
     watch = running()
-    if watch is not None and is_broken_connection(error) and not explanation(error):
+    # After a verdict the collectives of a device break with whatever its backend calls it.
+    broken = is_broken_connection(error) or (watch and watch.verdict and isinstance(error, RuntimeError))
+    if watch is not None and broken and not explanation(error):
         text = watch.explain(error)
         if text:
             # Not a note (PEP 678): it would be missing from `str(error)`, and from logs.

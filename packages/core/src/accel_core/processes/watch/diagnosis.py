@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accel_core.processes.watch.collective_scope import REFUSED
 
@@ -25,6 +25,8 @@ _OF_TORCH = frozenset(f"torch.distributed.{name}()" for name in ("broadcast", "g
 ROOTED = _OF_TORCH | {"broadcast()", "LocalSGD", "prepare()"}
 # Collectives that scripts put under a condition, because elsewhere the main process calls them alone.
 SAVING = frozenset(["save_state()", "load_state()", "save_model()", "get_state_dict()"])
+# How names of collectives begin in which ranks meet and do nothing else: in others they may write, or wait for their own device.
+_PURE = ("gather", "reduce", "wait_for_everyone", "check_trigger", "torch.distributed.")
 # What is said of a process in a state in which it will never answer.
 LOSSES = {
     "gone": "{} ended without a word: killed from outside (out of memory?), os._exit(), or a crash; gloo crashes where the "
@@ -42,6 +44,7 @@ class Call(NamedTuple):
     members: tuple[int, ...] | None = None  # the ranks that take part; None: all
     since: float = 0.0  # when that began, by the clock of its rank: tells two such times apart
     inner: str = ""  # the innermost collective inside of that one
+    on_device: bool = False  # whether the device is in it, and not the thread: see `DeviceMark`
 
     @property
     def meeting(self) -> str:
@@ -58,7 +61,8 @@ class Call(NamedTuple):
         return self.members is None or rank in self.members
 
     def __str__(self) -> str:
-        return f"{self.inner} inside of {self.name}" if self.inner not in ("", self.name) else self.name
+        text = f"{self.inner} inside of {self.name}" if self.inner not in ("", self.name) else self.name
+        return f"{text} on its device" if self.on_device else text
 
 
 class Report(NamedTuple):
@@ -71,11 +75,13 @@ class Report(NamedTuple):
     left: str = ""  # how it has left: `ENDED` or `FAILED`; empty while it takes part
     free: bool = False  # whether a thread of its that takes part in collectives is in none now
     running: tuple[int, ...] = ()  # other ranks whose processes run on its machine, for those who cannot look there
+    windows: int = 0  # that its device has been given: see `DeviceMark`
+    collective: tuple[Any, ...] = ()  # of its device: name, number, group; empty without
 
     @property
     def rests(self) -> bool:
         """Whether nothing will come of this rank unless others come to it."""
-        return bool(self.calls) and not self.free and all(call.waits for call in self.calls)
+        return bool(self.calls) and not self.free and all(call.waits and not call.on_device for call in self.calls)
 
     @property
     def waiting(self) -> tuple[Call, ...]:
@@ -88,13 +94,15 @@ class Report(NamedTuple):
         report = cls(*json.loads(text))
         calls = [Call(*call) for call in report.calls]
         listed = [call._replace(members=call.members and tuple(call.members)) for call in calls]
-        return report._replace(calls=tuple(listed), running=tuple(report.running))
+        running, collective = tuple(report.running), tuple(report.collective)
+        return report._replace(calls=tuple(listed), running=running, collective=collective)
 
     def __str__(self) -> str:
         if self.left:
             return f"has {self.left}, at {self.line}"
         calls = [f"in {call} for {call.seconds:.0f} s, at {call.line}" for call in self.calls]
-        return "; ".join(calls) or f"at {self.line}"
+        parts = zip(("; its device's collective: ", ", number ", " of group "), self.collective, strict=False)
+        return ("; ".join(calls) or f"at {self.line}") + "".join(f"{what}{part}" for what, part in parts if part)
 
 
 class Absent(NamedTuple):
@@ -137,7 +145,12 @@ def missing(rank: int, reports: Mapping[int, Report], absent: Mapping[int, Absen
         calls = [call for call in reports[rank].waiting if call.involves(other)]
         if calls:
             gone = absent.get(other)
-            found[other] = _elsewhere(calls, reports[other], moving) if gone is None else gone.given_up or None
+            if gone is not None:
+                found[other] = gone.given_up or None
+            elif calls[0].on_device:  # and there is no other beside it
+                found[other] = _out_of_order(reports[rank], reports[other])
+            else:
+                found[other] = _elsewhere(calls, reports[other], moving)
     return {other: reason for other, reason in found.items() if reason is not None}
 
 
@@ -163,6 +176,20 @@ def _elsewhere(waited_for: Sequence[Call], report: Report, moving: set[int]) -> 
     # One that is in the same call is there, or was a moment ago; so is everybody for a call that was refused.
     there = REFUSED in {call.meeting for call in waited_for} or any(call.meeting in names for call in report.calls)
     return None if there or report.rank in moving else ""
+
+
+def _out_of_order(mine: Report, report: Report) -> str | None:
+    """Why a rank will not give its device what this one's waits for; None if it may, or has."""
+    behind = report.windows < mine.windows
+    if report.left:
+        return str(report) if behind or report.left == FAILED else None
+    if any(call.on_device for call in report.calls):  # so does that device
+        same = mine.collective[1:] == report.collective[1:] and all(mine.collective[2:])  # number and name of the group
+        return "" if same and mine.collective != report.collective else None
+    # All call in one order: a rank that rests in what this one has gone past without it is out of it.
+    here, calls = {call.meeting for call in mine.calls}, report.calls
+    pure = all(call.name.startswith(_PURE) and call.name not in ROOTED and call.involves(mine.rank) for call in calls)
+    return "" if behind and report.rests and pure and here.isdisjoint(call.meeting for call in calls) else None
 
 
 def verdict(report: Report, reports: Mapping[int, Report], found: Mapping[int, str]) -> str:

@@ -24,6 +24,7 @@ from accel_core.processes.watch.status_store import StatusStore
 
 if TYPE_CHECKING:
     from accel_core.processes.mismatch_report import Description
+    from accel_core.processes.watch.device_mark import DeviceMark
     from accel_core.processes.watch.stack_location import State
 
 PERIOD, ALERT = 1.0, 0.5  # seconds between two looks: as a rule; while this rank waits, or asks why a connection broke
@@ -53,7 +54,7 @@ class Watch:
         break_off: Callable[[], None],  # makes the collectives raise that wait in this process, and all later ones
         over: Callable[[], bool],  # whether the process group is there no more
         compare: bool,  # every collective across the ranks before it runs: `checks`
-        spins: bool = False,  # whether a thread that waits for its device uses a core meanwhile
+        mark: DeviceMark | None = None,  # of an accelerator
         hosted: bool = False,  # by the launcher; else the store goes with rank 0
     ) -> None:
         self.verdict = ""  # why the ranks will not come together; empty as long as they may
@@ -61,7 +62,7 @@ class Watch:
         self._told = False  # whether the user knows what happened without a word of the thread
         self._rank, self._others = rank, [each for each in range(size) if each != rank]
         self._break_off, self._over = break_off, over
-        self._status = RankStatus(rank, spins)
+        self._status = RankStatus(rank, mark)
         self.inside = self._status.inside
         # A store may outlive a group, and the next one of the same ranks must not find what was said in the last.
         number = store.add(f"accel/watches/{rank}", 1)
@@ -184,7 +185,8 @@ class Watch:
             return
         if waits or asked != self._asked:
             running = [rank for rank in self._others if (each := self._process(rank)) and each.state() == "running"]
-            self._board.post(report._replace(running=tuple(running)))
+            report = report._replace(running=tuple(running), collective=self._status.collective())
+            self._board.post(report)
         wait = (question, min((call.since for call in report.waiting), default=None)) if waits else None
         if wait != self._wait:
             self._forget()
@@ -241,7 +243,8 @@ class Watch:
             self._suspicion = None, [], 0
             return
         ranks = [waiting.rank, *(rank for rank, reason in found.items() if not reason)]
-        waits = [(rank, call.meeting, call.since) for rank in ranks for call in reports[rank].waiting]
+        calls = [(rank, call) for rank in ranks for call in reports[rank].waiting]
+        waits = [(rank, call.meeting, call.since, call.on_device and call.line) for rank, call in calls]
         what, numbers = (waits, {rank: bool(found[rank]) for rank in found}), [reports[rank].number for rank in ranks]
         before, last, times = self._suspicion
         if what != before:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Any
 
 from accel_core.processes.watch.collective_scope import Entry
 from accel_core.processes.watch.diagnosis import Call, Report
@@ -16,12 +17,12 @@ IDLE = 0.02  # the part of a core below which a process waits; what gloo receive
 class RankStatus:
     """The status of a rank. A thread in a collective writes `inside`, one observer the rest."""
 
-    def __init__(self, rank: int, spins: bool = False) -> None:
+    def __init__(self, rank: int, mark: Any = None) -> None:
         # By thread that has taken part in collectives: a new object each time, so that two are told apart.
         self.inside: dict[int, Entry | None] = {}
         self.left = ""  # how this rank has left; empty while it takes part
         self.seconds = 0.0  # for how long the observer has been looking, but for when it was stopped
-        self._rank, self._spins = rank, spins
+        self._rank, self._mark = rank, mark  # of an accelerator, for which a thread may wait and use a core
         # The loop runs where the world was made, which is another thread than the first in notebooks.
         self._thread = threading.get_ident()
         self._since: dict[int, tuple[Entry, float]] = {}
@@ -49,10 +50,19 @@ class RankStatus:
         )
         for thread in set(taking_part) - set(positions):
             self.inside.pop(thread, None)  # it has ended
+        line = positions[self._thread].line if self._thread in positions else "the end of the thread"
+        if self._mark is not None:
+            unfinished = self._mark.look(now, line)
+            calls += (unfinished,) if unfinished and not any(call.waits for call in calls) else ()
         free = any(not at.joins for thread, at in positions.items() if thread in taking_part and thread not in entries)
         self._number += 1
-        line = positions[self._thread].line if self._thread in positions else "the end of the thread"
-        return Report(self._rank, self._number, line, calls, self.left, free)
+        return Report(
+            self._rank, self._number, line, calls, self.left, free, (), self._mark.windows if self._mark else 0
+        )
+
+    def collective(self) -> tuple[Any, ...]:
+        """The device's collective, as `DeviceMark.collective` says; empty without a device."""
+        return self._mark.collective() if self._mark else ()
 
     def goes_on(self) -> bool:
         """Whether a thread other than the first takes part in collectives, and has not ended."""
@@ -83,4 +93,4 @@ class RankStatus:
 
     def _waits(self, position: Position, idle: bool) -> bool:
         """Whether a thread in a collective computes nothing; in a backward it may compute."""
-        return position.communicates and (idle or (self._spins and not position.differentiates))
+        return position.communicates and (idle or (self._mark is not None and not position.differentiates))

@@ -1,0 +1,29 @@
+"""Variables by which NCCL's part of torch says what it was at when a collective timed out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_DUMP, _SIZE = "TORCH_FR_DUMP_TEMP_FILE", "TORCH_FR_BUFFER_SIZE"
+_OLDER = {_DUMP: "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", _SIZE: "TORCH_NCCL_TRACE_BUFFER_SIZE"}
+_VARIABLES = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",  # torch's agent gives 1 where nothing is set, with which nothing is dumped
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+    _SIZE: "2000",
+}
+
+
+def recording(log_dir: Path | None, environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables of torch's flight recorder; dumps stand in `log_dir`. Set ones hold."""
+    variables = dict(_VARIABLES)
+    if log_dir is not None:
+        variables[_DUMP] = f"{log_dir.absolute()}/flight_recorder_rank_"
+    return {
+        name: value
+        for name, value in variables.items()
+        if not environ.get(name) and not environ.get(_OLDER.get(name, ""))
+    }
