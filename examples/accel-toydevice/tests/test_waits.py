@@ -26,6 +26,7 @@ BUDGET = {
     "log": 0,
     "loader, non_blocking": 0,
     "loader, pinned": 0,
+    "loader": 8,
     "forward_backward, int weights": 0,
     "forward_backward, tensor weights": 0,
     "gather": 0,
@@ -42,6 +43,7 @@ BUDGET = {
     "fp16": 1,
     "fp16, fused": 0,
     "fp16, fused, clip_grad_norm_": 0,
+    "fp16, fused, scheduler": 1,
     "detect_nonfinite": 1,
 }
 """The most waits of a call in a steady loop, on any rank of one or two."""
@@ -123,6 +125,7 @@ def calls():
     logging.accelerator.free_memory()
     yield "loader, non_blocking", read(pinned=False, non_blocking=True)
     yield "loader, pinned", read(pinned=True)
+    yield "loader", read(pinned=False)  # four batches of two tensors, or two
     windows = Loop()
     yield "forward_backward, int weights", lambda: windows.window(by_numbers)
     yield "forward_backward, tensor weights", lambda: windows.window(by_tensors)
@@ -143,6 +146,8 @@ def calls():
     fused = Loop(mixed_precision="fp16", fused=True)
     yield "fp16, fused", fused.step
     yield "fp16, fused, clip_grad_norm_", lambda: fused.step(clip=True)
+    scheduler = fused.accelerator.prepare(torch.optim.lr_scheduler.StepLR(fused.optimizer, 5))
+    yield "fp16, fused, scheduler", lambda: (fused.step(), scheduler.step())
     careful = Loop(detect_nonfinite=True)
     yield "detect_nonfinite", careful.step
 

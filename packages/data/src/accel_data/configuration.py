@@ -34,7 +34,8 @@ class DataLoaderConfiguration(KwargsHandler):
         use_seedable_sampler: shuffling loaders draw their order as `SeedableRandomSampler` does.
             Otherwise the order is computed, which gives any position at once.
         data_seed: the seed of the order, 0 to 2**64 - 1, the same on all ranks; None: the run's.
-        non_blocking: batches in pinned memory are copied to the device while the host goes on.
+        non_blocking: the host goes on while batches are copied to the device. Otherwise, it does so
+            for pinned memory alone.
         use_stateful_dataloader: asks for `state_dict` and `load_state_dict`, which every prepared
             loader has, so that True and False are the same.
         presharded: iterable datasets yield each rank's own samples already. Otherwise all ranks are

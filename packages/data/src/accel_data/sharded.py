@@ -35,7 +35,8 @@ class Sharded:
         use_seedable_sampler: shuffle by `torch.randperm` from seed + epoch, instead of computing
             the order.
         data_seed: the seed of the order, 0 to 2**64 - 1; None: the run's.
-        non_blocking: copy batches in pinned memory to the device while the host goes on.
+        non_blocking: copy batches to the device while the host goes on, also out of memory that is
+            not pinned.
         use_stateful_dataloader: asks for `state_dict` and `load_state_dict`, which every prepared
             loader has anyway.
         rng_types: which random streams all ranks take from rank 0 at the start of each iteration:

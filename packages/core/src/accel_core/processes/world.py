@@ -302,7 +302,8 @@ class World:
             ranks = members or tuple(range(self.size))
             connect, rank = functools.partial(self._group_of, ranks, "messages"), ranks.index(self.rank)
             # Groups of messages have the backends of the default one. If somebody else started that, it may have none for the CPU.
-            lies = torch.device("cpu") if "cpu:" in dist.get_backend_config(self.group) else self.device
+            on_cpu = self.size > 1 and "cpu:" in dist.get_backend_config(self.group)
+            lies = torch.device("cpu") if on_cpu else self.device
             self._channels[group] = Channel(connect, rank, len(ranks), self.device, lies, self.watch, members)
         return self._channels[group]
 
