@@ -95,6 +95,7 @@ def test_the_host_waits_once_or_not_at_all(tmp_path, mode, most):
 def test_a_file_has_what_was_computed_when_it_was_asked_for(tmp_path, mode, aside, norm):
     """The device is far behind when `save_state` is called, and what is changed afterwards does not reach the file."""
     run = Run(norm)
+    torch.accelerator.synchronize()  # what it was made of is there for any stream
     with torch.Stream(run.accelerator.device) if aside else contextlib.nullcontext():
         run.step()
         torch.toy._sleep(0.3)

@@ -10,7 +10,7 @@ from collections import deque
 import pytest
 import torch
 
-from accel_big_model.prefetch import Prefetcher
+from accel_big_model.prefetch import Prefetcher, _use
 
 
 class Source:
@@ -133,3 +133,32 @@ def test_a_process_that_is_forked_fetches_by_itself():
     child.join(30)
     child.kill()
     assert child.exitcode == 0
+
+
+class Weight:
+    """A weight on a device that notes the streams which use it, or one that is made of such."""
+
+    device = torch.device("mps")
+
+    def __init__(self, *parts):
+        self.used = []
+        for number, part in enumerate(parts):
+            setattr(self, f"part{number}", part)
+        if parts:
+            self.__tensor_flatten__ = lambda: ([f"part{number}" for number in range(len(parts))], None)
+
+    def record_stream(self, stream):
+        assert not hasattr(self, "__tensor_flatten__"), "quantised weights know no such operator"
+        self.used.append(stream)
+
+
+def test_the_memory_of_a_weight_lasts_until_the_stream_of_its_call_has_used_it(monkeypatch):
+    """That of a quantised one is in its parts."""
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: f"stream of {device.type}")
+    parts = Weight(), Weight()
+    source, prefetcher = Source("a"), Prefetcher()
+    monkeypatch.setattr(source, "fetch", lambda: {"weight": Weight(*parts), "bias": torch.zeros(1)})
+    prefetcher.take(source)
+    assert [part.used for part in parts] == [["stream of mps"]] * 2
+    _use(Weight(Weight(parts[0])))
+    assert parts[0].used == ["stream of mps"] * 2

@@ -1,10 +1,9 @@
 """Saving during training: a thread writes copies; its errors are raised at the next save or wait.
 
-*Eager*: all is copied before `save_state` returns. *Lazy*: what only a step changes is copied
-later, and the next step waits for it: in CPU memory by the thread, on an accelerator beside the
-computation, where the device waits and not the host. A change by others fails the save, by the
-tensor's version (writes to `tensor.data` have none). Ranks report by small files: a thread has no
-collectives.
+*Eager*: all is copied before `save_state` returns. *Lazy*: what only a step changes is copied later,
+by the thread or by an accelerator beside its computation; the next step waits for it. A change by
+others fails the save, by the tensor's version (writes to `tensor.data` have none). Ranks report by
+small files: a thread has no collectives.
 """
 
 from __future__ import annotations
@@ -137,13 +136,12 @@ class _Save:
         room = self._take(job, staging)
         tensors, later = job.work.tensors, job.work.lasting if mode == "lazy" else {}
         self._live = {key: tensors[key] for key in later}
+        by_thread = [key for key in later if not on_accelerator(tensors[key])]
         self._behind = copy((room[key], tensors[key]) for key in room if key not in later)
-        if mode == "lazy":
-            beside = ((room[key], tensor) for key, tensor in self._live.items() if on_accelerator(tensor))
-            self._behind += copy(beside, staging)
+        enqueued = ((room[key], tensors[key]) for key in later if on_accelerator(tensors[key]))
+        self._behind += copy(enqueued, staging.streams)
         for event in self._behind if mode == "eager" else ():
             event.synchronize()
-        by_thread = [key for key, tensor in self._live.items() if not on_accelerator(tensor)]
         if mode == "eager" or not (later or self._behind):
             self._let_go()
         self._start(lambda: self._run(room, by_thread))
@@ -228,9 +226,7 @@ class _Save:
     def _let_go(self) -> None:
         if self._work is not None:
             self._work.tensors = {}
-        with self._comparing:
-            self._live = {}
-        self._behind = []
+        self._live, self._behind = {}, []
         self._taken.set()
         self.copied.set()
 
@@ -250,9 +246,20 @@ class _Save:
 
     def _write(self, room: dict[str, torch.Tensor], later: Sequence[str]) -> Written:
         try:
-            self._copy(room, later)
+            copy((room[key], self._own.tensors[key]) for key in later)
         finally:
+            self._taken.set()
+            for event in self._behind:
+                torch.accelerator.set_device_index(event.device.index)  # else this thread would begin the first one
+                event.synchronize()
+            self._compare()
             self._let_go()
+        if self._changed:
+            raise CheckpointError(
+                f"{len(self._changed)} tensors were changed while save_state(asynchronous='lazy') copied them, not by the step of a "
+                f"prepared optimizer: {', '.join(self._changed[:8])}. Change them after wait_for_checkpoint(), or save with "
+                f"asynchronous='eager'."
+            )
         self._own.tensors = room
         written = self._own.write(self._data)
         if len(self._members) > 1:
@@ -271,22 +278,6 @@ class _Save:
         except Exception as error:  # noqa: BLE001  (raised where somebody asks for it)
             self._unpublished = error
         publisher.draft.discard()
-
-    def _copy(self, room: Mapping[str, torch.Tensor], keys: Sequence[str]) -> None:
-        try:
-            copy((room[key], self._own.tensors[key]) for key in keys)
-        finally:
-            self._taken.set()
-            for event in self._behind:
-                torch.accelerator.set_device_index(event.device.index)  # else this thread would begin the first one
-                event.synchronize()
-        self._compare()
-        if self._changed:
-            raise CheckpointError(
-                f"{len(self._changed)} tensors were changed while save_state(asynchronous='lazy') copied them, not by the step of a "
-                f"prepared optimizer: {', '.join(self._changed[:8])}. Change them after wait_for_checkpoint(), or save with "
-                f"asynchronous='eager'."
-            )
 
     def _compare(self) -> None:
         """Notes what was changed: once, by the thread behind its copies or by the step that waits."""

@@ -50,7 +50,10 @@ class Checkpoints:
         """Saves, or begins to, and returns the folder. A collective."""
         world = self._run.world
         mode = _mode(asynchronous)
-        _refuse_capture(world.device)
+        if getattr(torch.get_device_module(world.device), "is_current_stream_capturing", bool)():
+            raise CheckpointError(
+                "save_state() was called while a graph is captured, which would only have the copies in it. Call it before, or behind."
+            )
         world.arrive("save_state()" if mode is None else f"save_state(asynchronous={mode!r})")
         self.wait()
         automatic = self._project.automatic_checkpoint_naming
@@ -160,15 +163,6 @@ class Checkpoints:
     def _enforce_limit(self, folder: Path) -> None:
         if self._project.total_limit is not None:
             retention.enforce(self._root(), self._project.total_limit, folder)
-
-
-def _refuse_capture(device: torch.device) -> None:
-    """Raises while a graph is captured: copies would become a part of it, and the files hold what was there before."""
-    capturing = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
-    if capturing is not None and capturing():
-        raise CheckpointError(
-            "save_state() was called while a graph is captured, which would only have the copies in it. Call it before, or behind."
-        )
 
 
 def _mode(asynchronous: object) -> Mode | None:

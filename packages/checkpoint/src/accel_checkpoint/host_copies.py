@@ -1,9 +1,7 @@
 """Copies in CPU memory of tensors on any device, waited for together and not one by one.
 
-What an accelerator has is copied into page-locked memory, where torch can have some: while it
-comes, this thread goes on. Copies are enqueued by the thread that trains, and never by another
-one: they then stand behind what that has enqueued, whichever its stream, and no capture of a graph
-meets them.
+What an accelerator has is copied into page-locked memory, where torch has some. The thread that
+trains enqueues the copies: they stand behind what it has enqueued, whichever its stream.
 """
 
 from __future__ import annotations
@@ -26,6 +24,8 @@ _ALIGNMENT = 64  # bytes: copies begin at multiples of it, as vector instruction
 # Bits are moved, and no numbers: every dtype can be, and no NaN changes on the way.
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
+Pair = tuple[torch.Tensor, torch.Tensor]
+
 
 def on_accelerator(tensor: torch.Tensor) -> bool:
     """Whether a tensor has data, and not in CPU memory."""
@@ -33,55 +33,40 @@ def on_accelerator(tensor: torch.Tensor) -> bool:
 
 
 class Staging:
-    """Memory for copies, kept between saves: its first use costs more time than copying.
-
-    Page-locked for what accelerators have, up to `pinned_most` bytes: the system cannot take it
-    for anything else. `stream` copies beside the computation.
-    """
+    """Memory for copies, kept between saves: its first use costs more time than copying. Some is page-locked."""
 
     def __init__(self, pinned_most: int) -> None:
         self._pinned_most = pinned_most
         self._slabs: dict[bool, list[torch.Tensor]] = {False: [], True: []}  # by whether they are page-locked
-        self._streams: dict[torch.device, torch.Stream] = {}
+        self.streams: dict[torch.device, torch.Stream] = {}
 
     def room(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """A place in CPU memory for each tensor, of its shape and dtype, until the next call."""
-        coming = {key: tensor for key, tensor in tensors.items() if on_accelerator(tensor)}
-        pinned = sum(tensor.nbytes for tensor in coming.values()) <= self._pinned_most
-        others = {key: tensor for key, tensor in tensors.items() if key not in coming or not pinned}
-        return {**self._placed(others, False), **(self._placed(coming, True) if pinned else {})}
-
-    def _placed(self, tensors: Mapping[str, torch.Tensor], pinned: bool) -> dict[str, torch.Tensor]:
-        slabs, ends, places = self._slabs[pinned], [0], {}
+        fits = sum(tensor.nbytes for tensor in tensors.values() if on_accelerator(tensor)) <= self._pinned_most
+        ends, places = {False: [0], True: [0]}, {}
         for key, tensor in tensors.items():
-            size = _aligned(tensor.nbytes)
-            if ends[-1] and ends[-1] + size > SLAB:
-                ends.append(0)
-            places[key] = len(ends) - 1, ends[-1]
-            ends[-1] += size
-        slabs += [torch.empty(0)] * (len(ends) - len(slabs))
-        for number, end in enumerate(ends):
-            if len(slabs[number]) < end:
-                slabs[number] = torch.empty(0)  # first, so that there are not both
-                slabs[number] = _host_memory(end, pinned)
-        return {key: _view(slabs[number], start, tensors[key]) for key, (number, start) in places.items()}
-
-    def stream(self, device: torch.device) -> torch.Stream:
-        """A stream of an accelerator, behind all that this thread has enqueued there until now."""
-        if (stream := self._streams.get(device)) is None:
-            stream = self._streams[device] = torch.Stream(device)
-        stream.wait_stream(torch.accelerator.current_stream(device))
-        return stream
+            pinned, size = fits and on_accelerator(tensor), _aligned(tensor.nbytes)
+            if ends[pinned][-1] and ends[pinned][-1] + size > SLAB:
+                ends[pinned].append(0)
+            places[key] = pinned, len(ends[pinned]) - 1, ends[pinned][-1]
+            ends[pinned][-1] += size
+        for pinned, slabs in self._slabs.items():
+            slabs += [torch.empty(0)] * (len(ends[pinned]) - len(slabs))
+            for number, end in enumerate(ends[pinned]):
+                if len(slabs[number]) < end:
+                    slabs[number] = torch.empty(0)  # first, so that there are not both
+                    slabs[number] = _host_memory(end, pinned)
+        return {key: _view(self._slabs[kind][slab], start, tensors[key]) for key, (kind, slab, start) in places.items()}
 
 
 @torch.no_grad()
-def copy(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], beside: Staging | None = None) -> list[torch.Event]:
+def copy(pairs: Iterable[Pair], beside: dict[torch.device, torch.Stream] | None = None) -> list[torch.Event]:
     """Copies the second tensor of each pair into the first, which is in CPU memory.
 
-    From accelerators that is only enqueued, behind what this thread has enqueued there: by `beside`
-    in streams of its own. Returns events, one per accelerator, that are reached when all is there.
+    From accelerators that is only enqueued, behind what this thread has enqueued there; `beside`:
+    in streams of its own, which are noted there. Returns an event for each that is reached then.
     """
-    coming: dict[torch.device, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+    coming: dict[torch.device, list[Pair]] = {}
     for place, tensor in pairs:
         if on_accelerator(tensor):
             coming.setdefault(tensor.device, []).append((place, tensor))
@@ -89,7 +74,11 @@ def copy(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], beside: Staging | N
             place.copy_(tensor)
     events = []
     for device, found in coming.items():
-        with torch.accelerator.current_stream(device) if beside is None else beside.stream(device) as stream:
+        stream = current = torch.accelerator.current_stream(device)
+        if beside is not None:
+            stream = beside[device] = beside.get(device) or torch.Stream(device)
+            stream.wait_stream(current)
+        with stream:
             for place, tensor in found:
                 place.copy_(tensor, non_blocking=True)
             event = torch.Event(device, blocking=True)

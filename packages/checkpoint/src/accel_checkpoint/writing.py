@@ -90,14 +90,10 @@ class Work:
             rank = {"rank": int(task.part.removeprefix("rank "))} if isinstance(entry, Partial) else {}
             parts.append({**rank, "file": self.name, "key": task.name})
 
-    def add_object(self, unit: str, ranks: list[int] | str, encoded: Encoded) -> None:
-        """An object that is the same on `ranks`."""
-        self.written.objects.setdefault(unit, []).append({"ranks": ranks, **self._encoded(unit, encoded)})
-
-    def add_rank_object(self, unit: str, rank: int, encoded: Encoded) -> None:
-        """An object of one rank, in a file that has those of other ranks too."""
-        content = self._encoded(f"{unit} of rank {rank}", encoded)
-        self.written.objects.setdefault(unit, []).append({"ranks": [rank], **content})
+    def add_object(self, unit: str, ranks: list[int] | str, encoded: Encoded, prefix: str = "") -> None:
+        """An object that is the same on `ranks`; `prefix` of keys, if the file has those of other ranks too."""
+        content = {"ranks": ranks, **self._encoded(prefix or unit, encoded)}
+        self.written.objects.setdefault(unit, []).append(content)
 
     def _encoded(self, prefix: str, encoded: Encoded) -> dict[str, Any]:
         places = {}

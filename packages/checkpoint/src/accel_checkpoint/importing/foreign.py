@@ -151,7 +151,8 @@ def _add_objects(work: Work, foreign: ForeignCheckpoint) -> None:
     for unit, value in objects.items():
         work.add_object(unit, "all", encode(value, f"the state of {unit}"))
     for rank, streams in enumerate(foreign.random):
-        work.add_rank_object(RANDOM, rank, encode(dict(streams), f"the random streams of rank {rank}"))
+        encoded = encode(dict(streams), f"the random streams of rank {rank}")
+        work.add_object(RANDOM, [rank], encoded, f"{RANDOM} of rank {rank}")
 
 
 def record_of(foreign: ForeignCheckpoint) -> dict[str, Any]:
