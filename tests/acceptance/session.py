@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import tempfile
@@ -216,9 +217,8 @@ def judged(check: Check, reports: Sequence[RankReport], values: Sequence[tuple[s
 def raised(report: RankReport) -> str:
     """The exception that ended a rank, from the line with its name on; empty if there is none."""
     lines = report.traceback.splitlines()
-    last = max((number for number, line in enumerate(lines) if line.startswith('  File "')), default=len(lines))
-    named = [number for number, line in enumerate(lines) if number > last and not line.startswith(" ")]
-    return "raised: " + "\n".join(lines[named[0] :]) if named else ""
+    named = [number for number, line in enumerate(lines) if re.match(r"[A-Za-z_][\w.]*(: |$)", line)]
+    return "raised: " + "\n".join(lines[named[-1] :]) if named else ""
 
 
 def one_line(text: str) -> str:
