@@ -5,6 +5,7 @@ The device goes on by itself, as that of a GPU does: an all-reduce in a backward
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d
 
 import accel_toydevice  # noqa: F401  (gives torch the device, here and on every rank that imports this file)
 from accel_core import Accelerator, World
@@ -45,6 +47,20 @@ def gather(accelerator: Accelerator) -> None:
     accelerator.gather(torch.ones(2, device=accelerator.device))  # only here
 
 
+def all_gather(accelerator: Accelerator) -> None:
+    numbers = torch.ones(8, device=accelerator.device)
+    dist.all_gather_single(torch.empty(16, device=accelerator.device), numbers)
+    numbers.sum().item()  # rank 1 waits
+
+
+def keep_record(includeCollectives: bool = True) -> bytes:
+    """Stands for a flight recorder of the device's backend: that of gloo, which does the work, with names for groups."""
+    found = json.loads(_distributed_c10d._dump_fr_trace_json(includeCollectives=includeCollectives))
+    for entry in found.get("entries", ()):
+        entry["process_group"] = [f"number {entry['pg_id']}", ""]
+    return json.dumps(found).encode()
+
+
 def in_item(loss: torch.Tensor) -> None:
     loss.item()  # rank 0 waits
 
@@ -64,6 +80,8 @@ WAITS = {"item": in_item, "copy": in_a_copy, "queue": in_a_full_queue}
 
 def train(missing: Callable[[Accelerator], None] | None, where: str, slow: float = 0.0) -> str:
     """Rank 1 does something else in its third step; rank 0 goes on, and waits for its device."""
+    if missing is all_gather:
+        _distributed_c10d._dump_toyccl_trace_json = keep_record
     accelerator = Accelerator()
     model = accelerator.prepare(torch.nn.Linear(4, 1))
     data = torch.ones(2, 4, device=accelerator.device)
@@ -91,6 +109,7 @@ MISSING = [
     (be_killed, "queue", "ended without a word"),
     (leave, "item", "has ended its training, at "),
     (gather, "item", "in gather() for"),
+    (all_gather, "item", "in a collective on its device for"),
 ]
 
 
@@ -117,9 +136,13 @@ def test_rank_is_named_while_the_host_waits_for_its_device(
     waiting = reports_of(launches[missing, where])[0]
     said = waiting.traceback + waiting.output
     assert "killed" not in waiting.state, str(waiting)
-    assert f"rank 1: {'' if missing in (leave, gather) else 'process '}" in said, str(waiting)
+    assert f"rank 1: {'process ' if missing in (be_stopped, be_killed) else ''}" in said, str(waiting)
     assert reason in said, str(waiting)
-    if missing is not be_killed:  # whose end its peer may also learn from what breaks
+    if missing is all_gather:
+        assert "collective: gloo:all_reduce, number " in said, str(waiting)
+        assert "collective: gloo:all_gather" in said, str(waiting)
+        assert "# rank 1 waits" in said, str(waiting)
+    elif missing is not be_killed:  # whose end its peer may also learn from what breaks
         assert "rank 0 waits in backward() on its device for rank 1, in vain" in said, str(waiting)
         assert "# rank 0 waits" in said, str(waiting)
 
