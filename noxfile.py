@@ -39,6 +39,8 @@ METADATA = "compat-metadata"
 """A distribution without code, by which accel-compat is found as `accelerate`."""
 TRAINING = [name for name in PACKAGES if name != METADATA]
 THIRD_PARTIES = [path.parent for path in sorted(ROOT.glob("examples/*/pyproject.toml"))]
+TRAINED_ON = {"accel-toydevice": ("data", "fsdp-plugin")}
+"""What of ours, beside the core, a third party's tests run: of the others it would only hide that they need it."""
 QUICKSTART = "examples/quickstart.py"
 ACCEPTANCE = "tests/gpu_acceptance.py"
 SHARDED = ("--strategy", "fsdp", "--mixed-precision", "bf16")
@@ -193,6 +195,12 @@ def hello(session: nox.Session) -> None:
         others=THIRD_PARTIES,
     )
     for folder in THIRD_PARTIES:  # one process each, because a device is there for the whole process that imports it
+        if folder.name in TRAINED_ON:
+            session.install(
+                "-c",
+                "constraints.txt",
+                *build_wheels(session, [PACKAGES[name] for name in closure(TRAINED_ON[folder.name])]),
+            )
         session.run("pytest", str(folder / "tests"), *session.posargs)
 
 

@@ -132,7 +132,7 @@ class Enqueued final : public c10d::Work {
     if (retrieveOpType() == OpType::BARRIER) {
       wait_for(done_, queue_->device, "barrier");
     } else if (timeout != kNoTimeout) {
-      count_wait("work.wait(timeout)", true);
+      count_wait("synchronize with a timeout");
       const WithoutInterpreter without;
       TORCH_CHECK_WITH(
           DistBackendError, done_->wait_for(timeout), kCollectives, ": a collective was not done after ", timeout.count(),

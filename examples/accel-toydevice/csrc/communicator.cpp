@@ -13,17 +13,17 @@ Communicator::~Communicator() {
 }
 
 bool Communicator::aborted() const {
-  const std::lock_guard lock(mutex_);
-  return aborted_;
+  const std::lock_guard lock(state_->mutex);
+  return state_->aborted;
 }
 
 void Communicator::abort() {
-  const std::lock_guard lock(mutex_);
-  aborted_ = true;
-  for (const auto& work : messages_) {
+  const std::lock_guard lock(state_->mutex);
+  state_->aborted = true;
+  for (const auto& work : state_->messages) {
     work->abort();
   }
-  changed_.notify_all();
+  state_->changed.notify_all();
 }
 
 void Communicator::run(const std::vector<Collective>& collectives) {
@@ -58,15 +58,15 @@ bool Communicator::finish(const Started& work, bool message) {
 
 void Communicator::finish_message(const Started& work) {
   {
-    const std::lock_guard lock(mutex_);
-    if (aborted_) {
+    const std::lock_guard lock(state_->mutex);
+    if (state_->aborted) {
       return;
     }
-    messages_.insert(work);
+    state_->messages.insert(work);
   }
   const auto forget = [&] {
-    const std::lock_guard lock(mutex_);
-    messages_.erase(work);
+    const std::lock_guard lock(state_->mutex);
+    state_->messages.erase(work);
   };
   try {
     work->wait();
@@ -79,13 +79,13 @@ void Communicator::finish_message(const Started& work) {
 
 void Communicator::finish_future(const Started& work) {
   const auto future = work->getFuture();
-  future->addCallback([self = shared_from_this()](c10::ivalue::Future&) {
-    const std::lock_guard lock(self->mutex_);
-    self->changed_.notify_all();
+  future->addCallback([state = state_](c10::ivalue::Future&) {
+    const std::lock_guard lock(state->mutex);
+    state->changed.notify_all();
   });
   {
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return aborted_ || future->completed(); });
+    std::unique_lock lock(state_->mutex);
+    state_->changed.wait(lock, [&] { return state_->aborted || future->completed(); });
   }
   if (future->completed() && future->hasError()) {
     std::rethrow_exception(future->exception_ptr());

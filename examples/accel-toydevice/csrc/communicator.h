@@ -21,7 +21,7 @@ struct Collective {
   bool message = false; // sent or received: of these gloo makes no future
 };
 
-class Communicator : public std::enable_shared_from_this<Communicator> {
+class Communicator {
  public:
   explicit Communicator(c10::intrusive_ptr<c10d::Backend> host);
   ~Communicator();
@@ -40,10 +40,14 @@ class Communicator : public std::enable_shared_from_this<Communicator> {
   void finish_message(const Started& work);
   void finish_future(const Started& work);
 
-  mutable std::mutex mutex_;
-  std::condition_variable changed_;
-  bool aborted_ = false;
-  std::set<Started> messages_;
+  // Apart from the rest, because gloo's threads hold it: the last one to let go of gloo must not be a thread of gloo.
+  struct State {
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool aborted = false;
+    std::set<Started> messages;
+  };
+  const std::shared_ptr<State> state_ = std::make_shared<State>();
 };
 
 } // namespace toy

@@ -164,6 +164,19 @@ struct Call {
   std::optional<at::Generator> generator;
 };
 
+// Whether positions are given by a mask, so that how many there are depends on values. One number put there needs no count.
+bool counts_mask(const c10::OperatorHandle& op, const c10::ArrayRef<c10::IValue> arguments) {
+  if (kIndexed.count(name_of(op)) == 0) {
+    return false;
+  }
+  const bool puts_one = arguments.size() > 2 && arguments[2].isTensor() && arguments[2].toTensor().numel() == 1;
+  bool masked = false;
+  for (const auto& index : arguments[1].toOptionalTensorVector()) {
+    masked |= index && index->defined() && (index->scalar_type() == c10::kBool || index->scalar_type() == c10::kByte);
+  }
+  return masked && !puts_one;
+}
+
 // The argument that a result is, if the operator writes into one and returns it.
 std::optional<size_t> argument_of(const c10::FunctionSchema& schema, const c10::Argument& result) {
   if (result.alias_info() == nullptr) {
@@ -289,7 +302,7 @@ void write(const c10::IValue& result, const c10::IValue& target, const c10::Oper
 }
 
 // Leaves the results on the stack, in the place of the arguments.
-void finish(Stack* stack, size_t count, Stack results) {
+void return_results(Stack* stack, size_t count, Stack results) {
   torch::jit::drop(*stack, count);
   for (auto& result : results) {
     stack->push_back(std::move(result));
@@ -324,6 +337,7 @@ void run_now(const c10::OperatorHandle& op, Stack* stack, const std::string& rea
   const auto arguments = torch::jit::last(*stack, count);
   const auto device = device_of(op, arguments);
   const auto queue = current_queue(device.index());
+  count_wait(reason);
   auto call = std::make_shared<Call>(op, arguments, device);
   auto error = std::make_shared<std::exception_ptr>();
   call->enqueue(queue, [call, error] {
@@ -333,7 +347,7 @@ void run_now(const c10::OperatorHandle& op, Stack* stack, const std::string& rea
       *error = std::current_exception();
     }
   });
-  wait_for(queue, reason);
+  finish(queue->mark(), queue->device);
   if (*error) {
     std::rethrow_exception(*error);
   }
@@ -354,7 +368,7 @@ void run_now(const c10::OperatorHandle& op, Stack* stack, const std::string& rea
     });
     results.push_back(std::move(result));
   }
-  finish(stack, count, std::move(results));
+  return_results(stack, count, std::move(results));
 }
 
 void launch(const c10::OperatorHandle& op, Stack* stack) {
@@ -362,10 +376,11 @@ void launch(const c10::OperatorHandle& op, Stack* stack) {
   const auto count = schema.arguments().size();
   const auto arguments = torch::jit::last(*stack, count);
   const auto device = device_of(op, arguments);
-  if (!returns_tensors(schema) || kNeedValues.count(name_of(op)) == 1) {
+  if (!returns_tensors(schema) || kNeedValues.count(name_of(op)) == 1 || counts_mask(op, arguments)) {
     return run_now(op, stack, name_of(op));
   }
-  const auto shapes = shapes_of(op, arguments);
+  const bool known = op.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU); // else torch's error says what has it
+  const auto shapes = known ? shapes_of(op, arguments) : std::nullopt;
   if (!shapes) {
     return run_now(op, stack, name_of(op));
   }
@@ -397,7 +412,7 @@ void launch(const c10::OperatorHandle& op, Stack* stack) {
       write(call->stack[i], targets[i], call->op);
     }
   });
-  finish(stack, count, std::move(results));
+  return_results(stack, count, std::move(results));
 }
 
 } // namespace toy

@@ -71,10 +71,13 @@ void copy_within(const at::Tensor& self, const at::Tensor& target) {
 void copy_from_host(const at::Tensor& self, const at::Tensor& target, bool non_blocking) {
   const auto queue = current_queue(target.get_device());
   const bool pinned = self.is_pinned();
+  if (!non_blocking) {
+    count_wait("copy to the device");
+  }
   const auto source = non_blocking && !pinned ? self.detach().clone() : on_host(self);
   queue->add([source, into = on_host(target)] { into.copy_(source); });
   if (!non_blocking) {
-    wait_for(queue, "copy to the device");
+    finish(queue->mark(), queue->device);
   } else if (pinned) {
     use_pinned(self.const_data_ptr(), queue->mark());
   }
@@ -85,10 +88,13 @@ void copy_to_host(const at::Tensor& self, const at::Tensor& target, bool non_blo
   const auto queue = current_queue(self.get_device());
   const bool pinned = target.is_pinned();
   const bool late = non_blocking && (pinned || limits().late);
+  if (!late) {
+    count_wait("copy to the host");
+  }
   const auto into = late && !pinned ? target.detach() : on_host(target); // kept alive, for it is only the host's
   queue->add([source = on_host(self), into] { into.copy_(source); });
   if (!late) {
-    wait_for(queue, "copy to the host");
+    finish(queue->mark(), queue->device);
   } else if (pinned) {
     use_pinned(target.const_data_ptr(), queue->mark());
   }
@@ -195,6 +201,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   // Left to torch, their results would be made with the shape of a mean, and resized with a warning.
   library.impl("mse_loss", torch::CppFunction::makeFromBoxedFunction<&launch>());
   library.impl("smooth_l1_loss", torch::CppFunction::makeFromBoxedFunction<&launch>());
+  // Left to torch, a mask would be counted twice.
+  library.impl("index.Tensor", torch::CppFunction::makeFromBoxedFunction<&launch>());
   library.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
   library.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
   library.impl("native_dropout", dropout);

@@ -231,8 +231,9 @@ Stream new_queue(c10::DeviceIndex device) {
   return find(device, id);
 }
 
-void count_wait(const std::string& reason, bool asked) {
+void count_wait(const std::string& reason) {
   auto& all = everything();
+  const bool asked = reason.starts_with("synchronize"); // in so many words
   TORCH_CHECK(
       asked || !all.refused,
       "The host waits for a toy device (", reason, "), which torch.toy.set_sync_debug_mode(\"error\") refuses.");
@@ -276,8 +277,7 @@ void raise_errors(c10::DeviceIndex device) {
   }
 }
 
-void wait_for(const Place& place, c10::DeviceIndex device, const std::string& reason) {
-  count_wait(reason, reason.starts_with("synchronize"));
+void finish(const Place& place, c10::DeviceIndex device) {
   {
     const WithoutInterpreter without;
     place->wait();
@@ -285,12 +285,17 @@ void wait_for(const Place& place, c10::DeviceIndex device, const std::string& re
   raise_errors(device);
 }
 
+void wait_for(const Place& place, c10::DeviceIndex device, const std::string& reason) {
+  count_wait(reason);
+  finish(place, device);
+}
+
 void wait_for(const Stream& queue, const std::string& reason) {
   wait_for(queue->mark(), queue->device, reason);
 }
 
 void wait_for_device(c10::DeviceIndex device, const std::string& reason) {
-  count_wait(reason, reason.starts_with("synchronize"));
+  count_wait(reason);
   std::vector<Stream> found;
   {
     auto& all = everything();
@@ -364,7 +369,9 @@ void stop_queues(std::chrono::milliseconds time) {
       try {
         std::rethrow_exception(error);
       } catch (const std::exception& unseen) {
-        std::cerr << "accel-toydevice: the process ends, and nothing waited for this error of a kernel: " << unseen.what()
+        const std::string text = unseen.what(); // the first line of it: torch adds where in C++ it was raised
+        std::cerr << "accel-toydevice: the process ends, and nothing waited for this error of a kernel: "
+                  << text.substr(0, text.find('\n'))
                   << std::endl;
       }
     }

@@ -87,8 +87,9 @@ void wait_for(const Place& place, c10::DeviceIndex device, const std::string& re
 void wait_for(const Stream& queue, const std::string& reason);
 void wait_for_device(c10::DeviceIndex device, const std::string& reason);
 
-// Counts a wait for which there is another way to wait.
-void count_wait(const std::string& reason, bool asked);
+// The two halves of it, for who enqueues between them what must not be left behind if waiting is refused.
+void count_wait(const std::string& reason);
+void finish(const Place& place, c10::DeviceIndex device);
 std::map<std::pair<std::string, int64_t>, int64_t> waits(); // (reason, thread of the system) -> how often
 void forget_waits();
 void refuse_waits(bool refused);

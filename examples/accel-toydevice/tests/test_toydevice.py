@@ -11,29 +11,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel_toydevice  # noqa: F401  (gives torch the device, here and on every rank that imports this file)
-from accel_core import DDP, Accelerator, Histogram, Single, Tracker, WorldError, set_seed
-from accel_testing import StrategySuite, run_ranks
-
-
-def single():
-    """A function of this file, and not the name "single": a rank that imports it has the device."""
-    return Single()
-
-
-def ddp():
-    return DDP()
-
-
-class TestSingle(StrategySuite):
-    strategy = single
-    worlds = (1,)
-    cpu = False
-
-
-class TestDDP(StrategySuite):
-    strategy = ddp
-    worlds = (2,)
-    cpu = False
+from accel_core import Accelerator, Histogram, Tracker, WorldError, set_seed
+from accel_testing import run_ranks
 
 
 def net():

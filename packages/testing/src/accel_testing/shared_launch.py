@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import pickle
+import time
 import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from accel_core import Precision, Strategy
 
 Factory = Callable[[], "Strategy"]
+
+FAREWELL = 10.0
+"""Seconds that what a run has held has to go away."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +73,18 @@ def tried(work: Callable[[], T]) -> T | Raised:
 
 
 def left_alive(run: Callable[[], Mapping[str, object]]) -> list[str]:
-    """The names of those objects of a run that outlive it and its last reference."""
+    """The names of those objects of a run that outlive it and its last reference.
+
+    On an accelerator, `backward` runs in a thread of torch, which lets go of them a moment after the call has returned.
+    """
     watched = {name: weakref.ref(value) for name, value in run().items()}
-    gc.collect()
-    return [name for name, reference in watched.items() if reference() is not None]
+    deadline = time.monotonic() + FAREWELL
+    while True:
+        gc.collect()
+        alive = [name for name, reference in watched.items() if reference() is not None]
+        if not alive or time.monotonic() > deadline:
+            return alive
+        time.sleep(0.01)
 
 
 Job = Callable[[Subject], Any]
