@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
-LEFT_OUT = ["compiling.graphs_fsdp"]  # until blocks are compiled before they are sharded
 VERDICTS = """
 import os, signal, time
 from acceptance.registry import ALL, check, skip
@@ -84,7 +83,7 @@ def run_script(tmp_path: Path, *arguments: str, launch: tuple[str, ...] = ()) ->
 
 @pytest.mark.timeout(300)
 def test_every_check_that_needs_no_accelerator_passes(tmp_path):
-    status, lines, report = run_script(tmp_path, "--cpu", "--quick", "--leave-out", ",".join(LEFT_OUT))
+    status, lines, report = run_script(tmp_path, "--cpu", "--quick")
     assert not {name: line for name, line in lines.items() if line.startswith("FAIL")}
     assert status == 0
     assert sum(line.startswith("PASS") for line in lines.values()) > 30

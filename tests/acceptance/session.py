@@ -66,7 +66,9 @@ class Session:
         self.results: list[Result] = []
         preload("accel_fsdp.strategy", "accel_precision", "accel_data", "torch.distributed.fsdp", "acceptance.rank")
         self.launched = self.place.size > 1
-        (facts,) = run_ranks(machine_facts, 1, options.imports, options.cpu, timeout=120, env=self._cleared())
+        (facts,) = run_ranks(
+            machine_facts, 1, options.imports, options.cpu, timeout=120, env=self._cleared(), devices=True
+        )
         if self.launched:
             from accel_core import World
 
@@ -195,7 +197,7 @@ def outcome(
 ) -> tuple[list[RankReport], list[tuple[str, str]]]:
     try:
         with redirect_stdout(StringIO()):  # what passing ranks have written is not asked for
-            values = run_ranks(run_check, size, *arguments, timeout=seconds, env=env, **where)
+            values = run_ranks(run_check, size, *arguments, timeout=seconds, env=env, devices=True, **where)
     except RanksFailed as error:
         return error.reports, []
     return [RankReport(rank, "returned", False, 0, "", "", "") for rank in range(size)], values
