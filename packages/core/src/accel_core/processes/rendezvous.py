@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import importlib.util
 import ipaddress
@@ -186,9 +187,9 @@ def identity(device: torch.device) -> str:
 
 def _sharing(devices: list[str]) -> str:
     """The complaint about ranks that share one device; empty without. `devices`: by rank."""
-    for device in filter(None, devices):
-        ranks = [str(rank) for rank, other in enumerate(devices) if other == device]
-        if len(ranks) > 1:
+    for device, count in collections.Counter(filter(None, devices)).items():
+        if count > 1:
+            ranks = [str(rank) for rank, other in enumerate(devices) if other == device]
             return (
                 f"ranks {', '.join(ranks)} have one device between them ({device}). Start one process for each device, let "
                 f"every process see all devices of its machine or bind another one to each, or compute with Accelerator(cpu=True)"

@@ -318,7 +318,8 @@ class World:
         # A group that somebody else started outlives this world, and so do the groups that were made beside it.
         groups = _beside.setdefault(whole, {})
         if (ranks, purpose) not in groups:
-            with contextlib.nullcontext() if self._connections is None else self._connections.made_here():
+            watched = None if self._connections is None or self.rank not in ranks else self._connections
+            with contextlib.nullcontext() if watched is None else watched.made_here():
                 local, device = not by_all, self._connects if by_all else None
                 made = dist.new_group(list(ranks), self.timeout, use_local_synchronization=local, device_id=device)
             if self.rank in ranks:
