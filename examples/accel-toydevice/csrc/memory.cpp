@@ -1,5 +1,5 @@
 // A caching allocator with the rules of CUDA's: what is freed may be used again by the stream on which it was allocated, because
-// that one works in order; any other stream that uses it has to say so. Who forgets that finds kPoison in his results.
+// that one works in order; any other stream that uses it has to say so. Who forgets that finds kPoison in his results, once the memory is given away again.
 #include "memory.h"
 
 #include <c10/core/CPUAllocator.h>
@@ -29,11 +29,6 @@ struct Leaving {
   std::unique_ptr<Block> block;
   std::vector<Place> places;
 };
-
-void poison(const Block& block) {
-  block.home->add(
-      [data = block.data, bytes = block.bytes] { std::memset(data, kPoison, bytes); }, Queue::Full::kIgnore);
-}
 
 class Memory {
  public:
@@ -123,9 +118,8 @@ class Memory {
     leaving_.push_back({std::move(block), std::move(places)});
   }
 
-  // Its stream may use the memory from here on, and finds it poisoned.
+  // Its stream may use the memory from here on.
   void keep(const Block& block) {
-    poison(block);
     cache_[block.home][block.bytes].push_back(block.data);
   }
 
@@ -150,6 +144,9 @@ class Memory {
     }
     void* data = found.back();
     found.pop_back();
+    // Poisoned when it is given away, not when it is freed: until then another stream may read it, if the home waits for that
+    // one before it takes the memory again. FSDP frees gradients in this way, and it is right on CUDA.
+    home->add([data, bytes] { std::memset(data, kPoison, bytes); }, Queue::Full::kIgnore);
     return data;
   }
 
@@ -186,7 +183,6 @@ class Memory {
       if (home->device != device) {
         continue;
       }
-      home->mark()->wait(); // the poison of what has left just now
       for (auto& [bytes, blocks] : sizes) {
         for (void* data : blocks) {
           c10::free_cpu(data);
@@ -356,7 +352,7 @@ void resize_storage(c10::StorageImpl& storage, size_t bytes) {
     current_queue(device)->add(
         [target = memory.get(), source = storage.data(), kept] { std::memcpy(target, source, kept); });
   }
-  storage.set_data_ptr_noswap(std::move(memory)); // what was there is poisoned after the copy
+  storage.set_data_ptr_noswap(std::move(memory)); // what was there is used again after the copy
   storage.set_nbytes(bytes);
 }
 

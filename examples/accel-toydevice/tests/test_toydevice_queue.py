@@ -159,8 +159,26 @@ def test_memory_that_another_stream_uses_unsaid_is_poisoned_under_it():
         if said:
             x.record_stream(side)
         del x
+        another = torch.empty(1000, device="toy")
         side.synchronize()
         assert doubled.unique().tolist() == [expected]
+        assert another.unique().tolist() == [POISONED]
+
+
+def test_memory_may_be_freed_under_a_stream_that_its_own_waits_for_before_it_uses_it_again():
+    home, side = torch.Stream(device="toy"), torch.Stream(device="toy")
+    with home:
+        x = filled(1)
+    with side:
+        torch.toy._sleep(0.2)
+        doubled = x * 2
+    del x
+    with home:
+        home.wait_stream(side)
+        another = torch.zeros(1000, device="toy")
+    torch.accelerator.synchronize()
+    assert doubled.unique().tolist() == [2.0]
+    assert another.unique().tolist() == [0.0]
 
 
 def test_memory_is_used_again_by_its_stream_at_once_and_in_order():
