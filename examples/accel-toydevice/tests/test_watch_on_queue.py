@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d
 
 import accel_toydevice  # noqa: F401  (gives torch the device, here and on every rank that imports this file)
 from accel_core import Accelerator, World
@@ -55,7 +54,7 @@ def all_gather(accelerator: Accelerator) -> None:
 
 def keep_record(includeCollectives: bool = True) -> bytes:
     """Stands for a flight recorder of the device's backend: that of gloo, which does the work, with names for groups."""
-    found = json.loads(_distributed_c10d._dump_fr_trace_json(includeCollectives=includeCollectives))
+    found = json.loads(torch._C._distributed_c10d._dump_fr_trace_json(includeCollectives=includeCollectives))
     for entry in found.get("entries", ()):
         entry["process_group"] = [f"number {entry['pg_id']}", ""]
     return json.dumps(found).encode()
@@ -81,7 +80,7 @@ WAITS = {"item": in_item, "copy": in_a_copy, "queue": in_a_full_queue}
 def train(missing: Callable[[Accelerator], None] | None, where: str, slow: float = 0.0) -> str:
     """Rank 1 does something else in its third step; rank 0 goes on, and waits for its device."""
     if missing is all_gather:
-        _distributed_c10d._dump_toyccl_trace_json = keep_record
+        torch._C._distributed_c10d._dump_toyccl_trace_json = keep_record
     accelerator = Accelerator()
     model = accelerator.prepare(torch.nn.Linear(4, 1))
     data = torch.ones(2, 4, device=accelerator.device)
