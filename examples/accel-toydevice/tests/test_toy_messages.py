@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -56,3 +57,21 @@ def test_values_are_exact_wherever_they_lie(options):
     ]
     for found in run_ranks(exchanged, 2, **options):
         assert found == expected
+
+
+def in_streams(turns):
+    """The sums of gathers of which each is in a new stream on rank 0 and in the default one on rank 1, among long messages."""
+    accelerator = Accelerator()
+    number, found, streams = torch.ones(1, device=accelerator.device), [], []
+    for turn in range(turns):
+        if turn % 7 == 0:
+            assert gather_object(["x" * 20000]) == ["x" * 20000] * 2
+        streams.append(torch.Stream(accelerator.device) if accelerator.is_main_process else None)
+        with streams[-1] or nullcontext():
+            found.append(accelerator.gather(number * turn).sum().item())
+    accelerator.end_training()
+    return found
+
+
+def test_ranks_may_gather_in_unlike_streams():
+    assert run_ranks(in_streams, 2, 22, devices=True) == [[2.0 * turn for turn in range(22)]] * 2

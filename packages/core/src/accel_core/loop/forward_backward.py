@@ -51,9 +51,8 @@ class WindowLoop:
         self._world = world
         self._group = layout.gradient_group or layout.data_group
         self._ranks = layout.shard.count if layout.gradient_group is None else layout.gradient_group.size()
-        self._reference: Any = (
-            None  # like all numbers here, a 0-d tensor where reading it would be a wait for the device
-        )
+        # Like all numbers here, a 0-d tensor where reading it would be a wait for the device.
+        self._reference: Any = None
 
     def run(self, model: nn.Module, micro_batches: Iterable[Any], loss_fn: LossFn, inputs: Inputs) -> torch.Tensor:
         """See `Accelerator.forward_backward`. Collective over the data-parallel ranks."""

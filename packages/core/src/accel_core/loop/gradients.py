@@ -82,9 +82,8 @@ class Gradients:
             memory = memory.to_local() if hasattr(memory, "to_local") else memory
             by_kind.setdefault((memory.device, memory.dtype), []).append(memory)
         for (device, dtype), same in by_kind.items():
-            if (
-                isinstance(factor, torch.Tensor) and dtype.itemsize < 4
-            ):  # in such a dtype, the third digit would be wrong
+            if isinstance(factor, torch.Tensor) and dtype.itemsize < 4:
+                # In such a dtype, the third digit of the factor would be wrong.
                 wide = factor.to(device, torch.float32)
                 for memory in same:
                     memory.mul_(wide.expand([1] * memory.dim()))

@@ -20,7 +20,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -99,7 +99,10 @@ class Channel:
         self._group: dist.ProcessGroup | None = None
         self.rank, self.size, self.device, self.message_device = rank, size, device, message_device
         self.letters: _Cache[Hashable, Letter] = _Cache()
-        self._frames: dict[Hashable, _Frame] = {}
+        self._frames: dict[int, _Frame] = {}
+        self._beside: dict[
+            Hashable, _Frame
+        ] = {}  # apart: ranks may use unlike streams, and have to keep the same frames of messages
         self._needs: _Cache[Hashable, tuple[int, ...]] = _Cache()
         self._previous: Hashable = None
 
@@ -200,12 +203,13 @@ class Channel:
         return capacity_for(max(self._needs.get(self._previous, (FRAME_STEP,))))
 
     def _frame(self, capacity: int, stream: Hashable = None) -> _Frame:
-        device = self.message_device if stream is None else self.device  # beside messages, in a stream
-        frame = self._frames.pop((capacity, stream), None) or _Frame(capacity, self.size, device)
+        frames: dict[Any, _Frame] = self._frames if stream is None else self._beside
+        device, key = (self.message_device, capacity) if stream is None else (self.device, (capacity, stream))
+        frame = frames.pop(key, None) or _Frame(capacity, self.size, device)
         if capacity * (self.size + 1) <= KEPT_BYTES:
-            self._frames[capacity, stream] = frame  # at the end: the first is the one not used for longest
-            if len(self._frames) > KEPT_FRAMES:
-                del self._frames[next(iter(self._frames))]
+            frames[key] = frame  # at the end: the first is the one not used for longest
+            if len(frames) > KEPT_FRAMES:
+                del frames[next(iter(frames))]
         return frame
 
     def _descriptions(self, description: Description) -> list[Description]:

@@ -249,7 +249,7 @@ class World:
     @functools.cached_property
     def widest(self) -> torch.dtype:
         """The widest floating dtype of the device, for sums: float64, or float32 if it lacks that."""
-        with contextlib.suppress(Exception):  # each device has its own
+        with contextlib.suppress(RuntimeError, TypeError):  # as devices raise that lack it
             return torch.ones((), dtype=torch.float64, device=self.device).add_(1).dtype
         return torch.float32
 
