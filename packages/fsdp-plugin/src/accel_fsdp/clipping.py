@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from functools import cache, reduce
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -99,13 +99,13 @@ def _axes(gradient: Any) -> Axes:
 
 
 def _power(locals_: Sequence[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
-    """The sum of the powers of all elements on this rank, as `wide` as it can be; or the largest."""
+    """The sum of the powers of all elements on this rank, in the `widest` dtype; or the largest."""
     filled = [local for local in locals_ if local.numel()]
     if not filled:
-        return torch.zeros((), dtype=wide(device), device=device)
+        return torch.zeros((), dtype=World.current().widest, device=device)
     dtype = reduce(torch.promote_types, {local.dtype for local in filled}, torch.float32)
     norms = torch._foreach_norm(filled, norm_type, dtype=dtype)
-    together = torch.stack([norm.to(device) for norm in norms]).to(wide(device))
+    together = torch.stack([norm.to(device) for norm in norms]).to(World.current().widest)
     return together.max() if math.isinf(norm_type) else together.pow(norm_type).sum()
 
 
@@ -115,19 +115,9 @@ def _summed(power: torch.Tensor, axes: Axes, norm_type: float) -> torch.Tensor:
         return power
     world = World.current()
     # Parts may lie in the memory of the host, and the groups know the device alone.
-    number = power.to(world.device, wide(world.device))
+    number = power.to(world.device, world.widest)
     for group in axes:
         # gloo ends the process of a rank that is in another reduction, of another size, in the same group.
         own = world.group_beside(group, "clipping") if number.device.type == "cpu" else group
         dist.all_reduce(number, operation, group=own)
     return number.to(power)
-
-
-@cache
-def wide(device: torch.device) -> torch.dtype:
-    """Double precision, but on devices without it (Intel Arc, MPS, some NPUs): single."""
-    try:
-        torch.ones((), dtype=torch.float64, device=device).add_(1)
-    except (RuntimeError, TypeError):
-        return torch.float32
-    return torch.float64
