@@ -29,7 +29,8 @@ def no_waits(run: Run) -> Iterator[None]:
 
 
 def watched(run: Run, function: Callable[[], Any], what: str) -> None:
-    """Once as it is, for what is made at a first call; then without waits."""
+    """Twice as it is, for what is made at a first call, and for DDP's buckets, made anew at the second; then without waits."""
+    function()
     function()
     with no_waits(run):
         try:
@@ -61,7 +62,6 @@ def loop(run: Run, precision: str = "no", **options: Any) -> None:
             trainer.optimizer.zero_grad()
 
     assert_detects(run)
-    step()
     watched(run, step, "a step")
 
 

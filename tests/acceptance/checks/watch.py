@@ -100,9 +100,12 @@ def mismatch(run: Run) -> None:
         accelerator.reduce(value) if run.rank == 1 and step == 5 else accelerator.gather(value)
 
 
-@check(devices=2, judge=names("wait_for_everyone()"), seconds=75, on="accelerator")
+@check(devices=2, judge=names("wait_for_everyone()"), seconds=75, on="cuda")
 def mismatch_of_torch(run: Run) -> None:
-    """A rank leaves out an all-reduce of torch, and waits at a barrier; the host of the other waits in `synchronize`."""
+    """A rank leaves out an all-reduce of torch, and waits at a barrier; the host of the other waits in `synchronize`.
+
+    The flight recorder of NCCL tells that from a rank that computes: no window has begun.
+    """
     accelerator = run.accelerator()
     value = torch.ones(1 << 20, device=run.device)
     for step in range(20):
