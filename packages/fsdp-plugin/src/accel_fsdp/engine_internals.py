@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from accel_core.api.component import all_gather_single, reduce_scatter_single
 from accel_fsdp.sharding import local_of
 
 if TYPE_CHECKING:
@@ -183,8 +184,7 @@ class GatherApart:
     ) -> dist.Work | None:
         """Gathers, in the group that is given: the engine gathers again in a part of the mesh."""
         group = self._groups.get(group, group)
-        work: dist.Work | None = dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
-        return work
+        return all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
 
     def close(self) -> None:
         """Lets go of the groups: the model may outlive them."""
@@ -283,10 +283,7 @@ class SeveralDtypes:
         async_op: bool = False,
     ) -> dist.Work | None:
         """Reduces, as torch does."""
-        work: dist.Work | None = dist.reduce_scatter_single(
-            output=output_tensor, input=input_tensor, group=group, op=op, async_op=async_op
-        )
-        return work
+        return reduce_scatter_single(output_tensor, input_tensor, op, group, async_op)
 
     def _travels(self, cut: Any) -> bool:
         unused = self._group.reduce_scatter_unused_params and cut._unsharded_param.requires_grad
