@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PROJECTS = {path.parent.name: path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("packages/*/pyproject.toml"))}
+PROJECTS = {
+    path.parent.name: path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("packages/*/pyproject.toml"))
+}
 WITH_TORCH = {name: project for name, project in PROJECTS.items() if '"torch' in project}
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 
@@ -26,7 +28,10 @@ def test_the_floor_of_torch_is_what_nox_oldest_runs(package):
 
 
 def test_every_package_that_trains_says_which_torch_it_needs():
-    assert set(PROJECTS) - set(WITH_TORCH) == {"all", "compat-metadata"}  # the one names the others, the other has no code
+    assert set(PROJECTS) - set(WITH_TORCH) == {
+        "all",
+        "compat-metadata",
+    }  # the one names the others, the other has no code
 
 
 def test_nox_oldest_runs_the_tests_of_all_packages_with_that_torch():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 _OLDER_NAMES = {  # newer → older of one function with the same arguments; torch warns of the older one where both are
@@ -34,3 +36,17 @@ def reduce_scatter_single(
     name = COLLECTIVES["reduce_scatter_single"]
     work: dist.Work | None = getattr(dist, name)(output, input, op=op, group=group, async_op=async_op)
     return work
+
+
+def memory_info(device: torch.device) -> tuple[int, int] | None:
+    """Free and all bytes of an accelerator; None if neither torch nor the device's module knows them.
+
+    `torch.accelerator` knows them since 2.10, and not those of allocators of a kind of their own.
+    """
+    of_torch = getattr(torch.accelerator, "get_memory_info", None)
+    of_kind = getattr(torch.get_device_module(device), "mem_get_info", None)
+    for ask in filter(None, (of_torch, of_kind)):
+        with suppress(RuntimeError, NotImplementedError):
+            free, total = ask(device)
+            return int(free), int(total)
+    return None
