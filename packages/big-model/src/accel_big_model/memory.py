@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TypeAlias
 
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 from accel_big_model.sizes import compute_module_sizes, convert_file_size_to_int
+from accel_core.api.component import memory_info
 
 Place: TypeAlias = int | str
 """A key of device maps and limits: the index of an accelerator, "cpu", "disk", or a device's name."""
@@ -73,12 +73,9 @@ def _left_in_group(otherwise: int) -> int:
 
 def _free_on(index: int) -> int | None:
     """Free bytes of an accelerator; None for one without memory of its own."""
-    # The second one is for allocators of a kind that torch does not know.
-    for ask in (torch.accelerator.get_memory_info, getattr(torch.get_device_module(), "mem_get_info", None)):
-        with suppress(RuntimeError, NotImplementedError):
-            if ask is not None:
-                return int(ask(index)[0])
-    return None
+    kind = torch.accelerator.current_accelerator()
+    found = None if kind is None else memory_info(torch.device(kind.type, index))
+    return None if found is None else found[0]
 
 
 def get_balanced_memory(

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from accel_core.base.torch_versions import COLLECTIVES
 from accel_core.collectives.objects import gather_objects
 from accel_core.collectives.reduce_gather import gather, reduce_tree
 from accel_core.processes.world import World
@@ -25,22 +26,22 @@ def broken_off(call: int, on_rank: int | None) -> list[str]:
     """What three calls say of a rank whose backend returns without having written, as one does whose communicator is aborted."""
     world, x = World.current(), torch.ones(2)
     CALLS[call](x, world)
-    original = dist.all_gather_single
+    original = getattr(dist, COLLECTIVES["all_gather_single"])
     if on_rank is None:  # nobody writes anything
-        dist.all_gather_single = lambda *args, **options: None
+        setattr(dist, COLLECTIVES["all_gather_single"], lambda *args, **options: None)
     elif world.rank == on_rank:  # the others write, and it does not see that
 
         def unseen(output: torch.Tensor, given: torch.Tensor, **options: Any) -> None:
             original(output.clone(), given, **options)
 
-        dist.all_gather_single = unseen
+        setattr(dist, COLLECTIVES["all_gather_single"], unseen)
     said = []
     for _ in range(3):
         try:
             said.append(f"returned {CALLS[call](x * 100, world)}")
         except dist.DistError as error:
             said.append(str(error))
-    dist.all_gather_single = original
+    setattr(dist, COLLECTIVES["all_gather_single"], original)
     return said
 
 

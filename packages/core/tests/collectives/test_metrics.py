@@ -10,6 +10,7 @@ import torch.distributed as dist
 from together import Together
 
 from accel_core.base.errors import CollectiveMismatchError
+from accel_core.base.torch_versions import COLLECTIVES
 from accel_core.collectives.metrics import gather_for_metrics
 from accel_core.contract.loader_progress import Feed, Rows
 from accel_core.processes.world import World
@@ -103,20 +104,20 @@ def test_without_rows_everything_is_gathered() -> None:
 def count_collectives_of_an_epoch() -> list[int]:
     world = World.current()
     calls = 0
-    original = dist.all_gather_single
+    original = getattr(dist, COLLECTIVES["all_gather_single"])
 
     def counting(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += 1
         return original(*args, **kwargs)
 
-    dist.all_gather_single = counting
+    setattr(dist, COLLECTIVES["all_gather_single"], counting)
     counts = []
     for ids, rows in batches(50, world.rank, world.size):
         before = calls
         gather_for_metrics((torch.tensor(ids), torch.zeros(PER_RANK, 10)), rows, world)
         counts.append(calls - before)
-    dist.all_gather_single = original
+    setattr(dist, COLLECTIVES["all_gather_single"], original)
     return counts
 
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from together import Together
 
 from accel_core.base.errors import CollectiveMismatchError
+from accel_core.base.torch_versions import COLLECTIVES
 from accel_core.collectives.objects import broadcast_object, broadcast_object_list, gather_objects
 from accel_core.collectives.reduce_gather import gather, reduce_tree
 from accel_core.processes import channel as channel_module
@@ -57,9 +58,8 @@ def count_collectives(function: Callable[[], Any]) -> tuple[Any, list[str]]:
     calls: list[str] = []
     names = [
         "all_gather",
-        "all_gather_into_tensor",
         "all_gather_object",
-        "all_gather_single",
+        COLLECTIVES["all_gather_single"],
         "all_reduce",
         "all_to_all",
         "all_to_all_single",
@@ -215,13 +215,13 @@ def capacities_after_one_large_call() -> list[int]:
     world = World.current()
     channel = world.channel()
     sent: list[int] = []
-    original = dist.all_gather_single
+    original = getattr(dist, COLLECTIVES["all_gather_single"])
 
     def recording(output: Any, given: torch.Tensor, **kwargs: Any) -> Any:
         sent.append(given.numel())
         return original(output, given, **kwargs)
 
-    dist.all_gather_single = recording
+    setattr(dist, COLLECTIVES["all_gather_single"], recording)
     try:
         for _ in range(3):
             reduce_tree(torch.zeros(4), world)
@@ -230,7 +230,7 @@ def capacities_after_one_large_call() -> list[int]:
         for _ in range(12):
             reduce_tree(torch.zeros(4), world)
     finally:
-        dist.all_gather_single = original
+        setattr(dist, COLLECTIVES["all_gather_single"], original)
     assert len(channel._frames) <= channel_module.KEPT_FRAMES
     return sent
 
@@ -326,8 +326,8 @@ def reduce_collectives() -> list[list[str]]:
 
 def test_a_large_reduce_compares_headers_and_calls_all_reduce_once_per_dtype() -> None:
     for small, large in ON_TWO.run(reduce_collectives):
-        assert small == ["all_gather_single"]
-        assert large == ["all_gather_single", "all_reduce", "all_reduce"]
+        assert small == [COLLECTIVES["all_gather_single"]]
+        assert large == [COLLECTIVES["all_gather_single"], "all_reduce", "all_reduce"]
 
 
 @ON_TWO

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
-from accel_core.api.component import broadcast_object, collective, flatten, gather_objects
+from accel_core.api.component import all_gather_single, broadcast_object, collective, flatten, gather_objects
 from accel_core.api.loader import looked_ahead
 from accel_data.batch_scatter import message_device
 
@@ -154,7 +154,7 @@ class _Agreement:
     def send(self, number: int) -> None:
         """Sets this rank's number on its way."""
         self._sent.fill_(number)
-        self._work = dist.all_gather_single(self._received, self._sent, group=self._group, async_op=True)
+        self._work = all_gather_single(self._received, self._sent, group=self._group, async_op=True)
 
     def receive(self) -> list[int]:
         """The numbers of all ranks that were sent last."""

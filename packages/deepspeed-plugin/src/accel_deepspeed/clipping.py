@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
+
+from accel_core.api.component import all_gather_single
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -79,7 +80,7 @@ def gather(power: torch.Tensor, note: int, group: ProcessGroup | None) -> torch.
     if group is None:
         return own.view(1, 2)
     found = own.new_empty(2 * group.size())
-    dist.all_gather_single(found, own, group=group)
+    all_gather_single(found, own, group=group)
     return found.view(-1, 2)
 
 

@@ -43,6 +43,8 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
+from accel_core.api.component import all_gather_single, reduce_scatter_single
+
 Attention = Callable[..., torch.Tensor]
 
 
@@ -185,7 +187,7 @@ class _Collected(torch.autograd.Function):
         sent = torch.cat([key.flatten(), value.flatten()])
         peers = dist.get_world_size(group)
         received = sent.new_empty(peers * sent.numel())
-        dist.all_gather_single(received, sent, group=group)
+        all_gather_single(received, sent, group=group)
         keys, values = received.view(peers, -1).split([key.numel(), value.numel()], 1)
         return _joined(keys.unflatten(1, key.shape), ordered), _joined(values.unflatten(1, value.shape), ordered)
 
@@ -197,7 +199,7 @@ class _Collected(torch.autograd.Function):
         wide = torch.promote_types(dtype, torch.float32)
         sent = torch.cat([_separated(whole, peers, ctx.ordered).flatten(1) for whole in (keys, values)], 1).to(wide)
         received = sent.new_empty(sent.shape[1])
-        dist.reduce_scatter_single(received, sent.flatten(), group=ctx.group)
+        reduce_scatter_single(received, sent.flatten(), group=ctx.group)
         key_shape, value_shape = ctx.shapes
         key, value = received.to(dtype).split([key_shape.numel(), value_shape.numel()])
         return None, None, key.view(key_shape), value.view(value_shape)

@@ -143,6 +143,6 @@ def _engine() -> tuple[Any, Any]:
     except ImportError as error:
         raise PluginError(
             f"mxfp8 was asked for, but the torchao that is installed has its layer somewhere else: {error}. This version of "
-            f"accel-precision was tried with torchao 0.18: pip install 'torchao==0.18.*', or use mixed_precision='fp8'."
+            f"accel-precision was tried with torchao 0.18, which needs torch 2.11: pip install 'torchao==0.18.*', or use mixed_precision='fp8'."
         ) from error
     return MXLinear, KernelPreference

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
+from accel_core.base.torch_versions import all_gather_single
 from accel_core.processes.mismatch_report import Description, describe, mismatch
 from accel_core.processes.watch.collective_scope import REFUSED
 from accel_core.processes.watch.stack_location import calling_line
@@ -135,7 +136,7 @@ class Channel:
                 stream = torch.accelerator.current_stream(self.device)
                 frame = self._frame(capacity_for(max(beside, largest)), stream)
                 frame.write(letter, tensors, beside=True)
-                dist.all_gather_single(frame.received, frame.sent, group=self.group)
+                all_gather_single(frame.received, frame.sent, group=self.group)
         self._needs[self._previous] = (*self._needs.get(self._previous, ())[1 - MEMORY :], largest)
         self._previous = letter.kind
         return frame.parts(letter, headers)
@@ -186,7 +187,7 @@ class Channel:
 
     def _gathered(self, frame: _Frame, headers: torch.Tensor) -> list[list[int]]:
         """The headers of all ranks without their turns, which are to be that of this frame."""
-        dist.all_gather_single(frame.received, frame.sent, group=self.group)
+        all_gather_single(frame.received, frame.sent, group=self.group)
         by_rank: list[list[int]] = headers.tolist()
         if [header.pop(0) for header in by_rank].count(frame.turn) != self.size or (
             self._watch and self._watch.verdict
@@ -216,11 +217,11 @@ class Channel:
         """All descriptions, in rank order. Two collectives, only when something is wrong."""
         text = from_bytes(bytearray(json.dumps({**description, "line": calling_line()}).encode()))
         lengths = torch.empty(self.size, dtype=torch.int64, device=self.message_device)
-        dist.all_gather_single(lengths, torch.tensor([len(text)], device=lengths.device), group=self.group)
+        all_gather_single(lengths, torch.tensor([len(text)], device=lengths.device), group=self.group)
         longest = int(lengths.max())
         padded = torch.nn.functional.pad(text, (0, longest - len(text)), value=ord(" ")).to(lengths.device)
         received = torch.empty(self.size * longest, dtype=torch.uint8, device=lengths.device)
-        dist.all_gather_single(received, padded, group=self.group)
+        all_gather_single(received, padded, group=self.group)
         return [json.loads(to_bytes(part)) for part in received.chunk(self.size)]
 
 

@@ -87,12 +87,12 @@ class DDP(Strategy):
             what = f"DDP(comm_wrapper={comm_wrapper!r}, comm_state_option={comm_state_option!r}) configures PowerSGD,"
             raise ValueError(f"{what} but comm_hook is {comm_hook!r}. Add comm_hook='power_sgd', or leave them out.")
         self._options: dict[str, Any] = {
-            "forward_sync_buffers": broadcast_buffers,  # its older name is deprecated in torch
             "bucket_cap_mb": bucket_cap_mb,
             "find_unused_parameters": find_unused_parameters,
             "gradient_as_bucket_view": gradient_as_bucket_view,
             "static_graph": static_graph,
         }
+        self._broadcast_buffers = broadcast_buffers
         self._comm_hook: str = comm_hook
         self._comm_wrapper = comm_wrapper
         self._comm_state_option = comm_state_option or {}
@@ -183,6 +183,8 @@ class DDP(Strategy):
         device, group, name = next(model.parameters()).device, self._world.group, self._comm_hook
         devices = None if device.type == "cpu" else [device]
         wrapper: Any = DistributedDataParallel(model, devices, process_group=group, **self._options)
+        # Not as an argument, which has another name in torch 2.13; and 2.9 would not make buffers equal at the start either.
+        wrapper.broadcast_buffers = self._broadcast_buffers
         if policy.reduce not in (None, policy.param, torch.float32):
             wanted = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(policy.reduce)
             if wanted is None or name not in ("no", wanted):

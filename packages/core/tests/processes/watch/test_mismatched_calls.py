@@ -24,6 +24,7 @@ import torch.distributed as dist
 from side_by_side import side_by_side
 
 from accel_core import Accelerator, InitProcessGroupKwargs, World
+from accel_core.base.torch_versions import COLLECTIVES, all_gather_single
 from accel_core.processes.world import groups_beside
 from accel_testing import RanksFailed, run_ranks
 from accel_testing.ranks import RankReport
@@ -39,7 +40,7 @@ def small_message_of_torch(accelerator: Accelerator, folder: Path) -> None:
         accelerator.reduce(torch.ones(1))  # here 0
     else:
         received = torch.zeros(2)
-        dist.all_gather_single(received, torch.ones(1))  # here 1
+        all_gather_single(received, torch.ones(1))  # here 1
 
 
 def save_alone(accelerator: Accelerator, folder: Path) -> None:
@@ -89,7 +90,7 @@ def one_more_iteration(accelerator: Accelerator, folder: Path) -> None:
 
 
 WHERE: dict[Callable[[Accelerator, Path], None], list[str]] = {
-    small_message_of_torch: ["in reduce('sum') for", "in torch.distributed.all_gather_single() for"],
+    small_message_of_torch: ["in reduce('sum') for", f"in torch.distributed.{COLLECTIVES['all_gather_single']}() for"],
     save_alone: ["in save_state() for", "in torch.distributed.all_gather() for"],
     prepare_late: ["The ranks called different collectives", "rank 0: gather: ", "rank 1: prepare(): "],
     other_parameters: [

@@ -13,13 +13,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from accel_core import PartialState
+from accel_core.api.component import memory_info
 from accel_core.api.launcher import Place, open_store, read_place
 from accel_launch.checking import doctor_doors, doctor_facts, peer_access, verdict
 from accel_launch.checking.doctor_findings import LARGE, Report, as_json, examine, print_page
@@ -131,9 +131,8 @@ def _try_group(report: Report) -> None:
 def _model(device: torch.device) -> str:
     """The name of a device and its memory, as far as torch tells them."""
     name = getattr(torch.get_device_module(device), "get_device_name", lambda _: "")(device)
-    with suppress(RuntimeError, NotImplementedError):
-        return f"{name}, {torch.accelerator.get_memory_info(device)[1] / 2**30:.0f} GiB".removeprefix(", ")
-    return str(name)
+    memory = memory_info(device)
+    return str(name) if memory is None else f"{name}, {memory[1] / 2**30:.0f} GiB".removeprefix(", ")
 
 
 def _bandwidth(size: int, device: torch.device) -> float:
