@@ -20,8 +20,8 @@ from accel_core import Accelerator, set_seed
 
 def main():
     parser = argparse.ArgumentParser(description="Keeps an average of the weights, and evaluates it.")
-    parser.add_argument("--decay", type=float, default=0.95, help="what stays of the average in each step")
-    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--decay", type=float, default=0.98, help="what stays of the average in each step")
+    parser.add_argument("--epochs", type=int, default=3)
     options = parser.parse_args()
 
     set_seed(1)
@@ -31,11 +31,11 @@ def main():
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     # Copied before prepare, and prepared too: it is laid out like the model, also where that is sharded, and checkpoints hold it.
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(options.decay))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)  # too large on purpose: the weights jump
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)  # large, of small batches: the weights jump
 
     accelerator = Accelerator(split_batches=True)
     model, average, optimizer, train_loader, test_loader = accelerator.prepare(
-        model, average, optimizer, DataLoader(train_set, 32, shuffle=True), DataLoader(test_set, 64)
+        model, average, optimizer, DataLoader(train_set, 8, shuffle=True), DataLoader(test_set, 64)
     )
 
     @torch.no_grad()
