@@ -41,7 +41,7 @@ def main():
     accelerator = Accelerator(split_batches=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, 64, shuffle=True))
 
-    widest = 0.0
+    widest, together = 0.0, 0  # to show what happens; a real loop would not ask
     with LocalSGD(accelerator, model, local_sgd_steps=options.every or 1, enabled=options.every > 0) as local_sgd:
         for _ in range(options.epochs):
             for x, y in loader:
@@ -49,11 +49,13 @@ def main():
                 accelerator.backward(loss)
                 optimizer.step()
                 optimizer.zero_grad()
-                widest = max(widest, spread(accelerator, model))  # to show it; a real loop would not ask
                 local_sgd.step()
+                apart = spread(accelerator, model)
+                widest, together = max(widest, apart), together + (apart == 0)
 
     loss = accelerator.reduce(loss.detach(), "mean").item()
-    accelerator.print(f"apart by {widest:.4f} at most, by {spread(accelerator, model):g} in the end, loss {loss:.3f}")
+    accelerator.print(f"apart by {widest:.4f} at most, together behind {together} steps, loss {loss:.3f}")
+    accelerator.print(f"apart by {spread(accelerator, model):g} in the end")
     accelerator.end_training()
 
 
