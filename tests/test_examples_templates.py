@@ -81,7 +81,7 @@ def sbatch(folder, template, *arguments, nodes, each, tasks=1):
     }
     command = ["bash", str(EXAMPLES / "slurm" / template), *arguments]
     ended = subprocess.run(
-        command, env=environment, cwd=folder, capture_output=True, text=True, timeout=100, check=False
+        command, env=environment, cwd=folder, capture_output=True, text=True, timeout=200, check=False
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
@@ -111,15 +111,13 @@ def test_several_nodes_meet_and_each_starts_its_part(tmp_path):
 
 
 @pytest.mark.full(group="examples")
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize(("template", "tasks"), [("several_nodes.sh", 1), ("task_for_each_gpu.sh", 2)])
 def test_a_job_on_several_nodes_trains(template, tasks, tmp_path):
     """Four processes on two nodes decide together."""
     script = EXAMPLES / "by_feature" / "early_stopping.py"
-    shown = sbatch(tmp_path, template, str(script), nodes=2, each=2, tasks=tasks)
-    epochs = re.search(r"stopped after epochs \[(\d+), (\d+), (\d+), (\d+)\]", shown)
-    assert epochs, shown
-    assert len(set(epochs.groups())) == 1
+    shown = sbatch(tmp_path, template, str(script), "--epochs", "2", nodes=2, each=2, tasks=tasks)
+    assert shown.splitlines()[-1] == "stopped after epochs [2, 2, 2, 2], of at most 2"
 
 
 def test_a_job_of_kubernetes_gives_each_pod_its_number(monkeypatch, capsys):
