@@ -49,6 +49,7 @@ ACCEPTANCE = "tests/gpu_acceptance.py"
 SHARDED = ("--strategy", "fsdp", "--mixed-precision", "bf16")
 ZERO = ("--strategy", "deepspeed")
 EXAMPLES = ("-r", "examples/requirements.txt")
+BY_FEATURE = ("-r", "examples/by_feature/requirements.txt")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 ACCEL = ("-m", "accel_launch", "launch", "--num-processes")
 SERVICES = (
@@ -75,6 +76,7 @@ VERIFIED_BY_FULL = {
         "packages/core/src/accel_core/contract/hook_specs.py",
     ),
     "benchmarks": ("benchmarks",),
+    "examples": ("examples/by_feature", "examples/slurm", "tests/test_examples_*.py"),
     "services": ("packages/trackers/src", "packages/trackers/tests/*.py", "packages/trackers/pyproject.toml"),
 }
 """Groups of tests that `full` runs, and `tests` only where these sources are not those that `full` has seen last."""
@@ -97,7 +99,7 @@ def tests(session: nox.Session) -> None:
     names, arguments = chosen(session)
     changed = changed_groups()
     with phase("installation"):
-        install(session, PACKAGES, *TEST, *GROUPS["lint"], *GROUPS["types"], *EXAMPLES)
+        install(session, PACKAGES, *TEST, *GROUPS["lint"], *GROUPS["types"], *EXAMPLES, *BY_FEATURE)
     beside = () if arguments else SIDE_BY_SIDE  # whoever gives pytest arguments wants to see, stop and debug
     with checked(session) if not names else nullcontext(), phase("tests"):
         session.run("pytest", *beside, *selection(changed), *folders(names), *arguments, env=required(["tensorboard"]))
@@ -111,11 +113,11 @@ def tests(session: nox.Session) -> None:
 @nox.session
 def full(session: nox.Session) -> None:
     """Everything: before an issue is called done, and before a release. Takes half an hour on two cores."""
-    install(session, PACKAGES, *TEST, *GROUPS["lint"], *GROUPS["types"], *EXAMPLES)
+    install(session, PACKAGES, *TEST, *GROUPS["lint"], *GROUPS["types"], *EXAMPLES, *BY_FEATURE)
     with checked(session), phase("tests"):
         session.run("pytest", *SIDE_BY_SIDE, "-m", "not soak", *session.posargs, env=required(["tensorboard"]))
     if not session.posargs:
-        record_verified("suites", "benchmarks")
+        record_verified("suites", "benchmarks", "examples")
     for name in ("services", "hello", "quickstart", *(f"matrix(package={name!r})" for name in TRAINING)):
         session.notify(name, posargs=())
 
@@ -246,7 +248,7 @@ def bench(session: nox.Session) -> None:
 def soak(session: nox.Session) -> None:
     """All tests, the long ones too, with every loop at its full length."""
     names, arguments = chosen(session)
-    install(session, PACKAGES, *GROUPS["test"], *EXAMPLES)
+    install(session, PACKAGES, *GROUPS["test"], *EXAMPLES, *BY_FEATURE)
     session.run("pytest", "-m", "", *folders(names), *arguments, env={"ACCEL_SOAK": "1"})
 
 
