@@ -180,7 +180,8 @@ def docs(session: nox.Session) -> None:
     """
     install(session, PACKAGES, *GROUPS["test"], *GROUPS["docs"])
     session.run("python", "docs/generate.py")
-    session.run(*"sphinx-build --quiet --fail-on-warning --keep-going -j auto -c docs . build/site".split())
+    build = ["--quiet", "--fail-on-warning", "--keep-going", "-j", "auto", "-c", "docs", ".", "build/site"]
+    session.run("sphinx-build", *build)
     session.run("pytest", "tests/test_docs.py", *session.posargs)
 
 

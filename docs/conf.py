@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 HERE = Path(__file__).parent
+SHELVES = [HERE / name for name in ("tutorial", "how-to", "reference", "explanation")]
 
 project = "accel"
 html_title = "accel"
@@ -26,10 +27,7 @@ include_patterns = [
 exclude_patterns = ["docs/menu.md", "build", ".nox", "**/.*", "**/node_modules"]
 myst_heading_anchors = 4  # links lead to headings, by the names that GitHub gives them
 myst_links_external_new_tab = True
-suppress_warnings = [
-    "myst.header",  # a page may begin below a comment, and its headings may skip a level
-    "toc.empty_glob",  # no page is without a line of its own in the menu
-]
+suppress_warnings = ["myst.header"]  # a page may begin below a comment, and its headings may skip a level
 html_theme = "furo"  # brings its styles, and takes the reader's own fonts: nothing is fetched from elsewhere
 html_theme_options = {"navigation_with_keys": True}
 html_copy_source = False
@@ -49,17 +47,40 @@ def setup(app):
 def add_menu(app, name, source):
     """Lists pages behind the text of a page, where readers of the Markdown file do not see them.
 
-    Behind the start page stands docs/menu.md; behind a README its folder, and behind any other page the folder of its name.
+    Behind the start page stands docs/menu.md, with the pages that it leaves out; behind a README what is in its folder, and behind
+    any other page what is in the folder of its name.
     """
     page = HERE.parent / name
-    folder = page.parent if page.name == "README" else page
     if name == root_doc:
-        source[0] += "\n" + (HERE / "menu.md").read_text(encoding="utf-8")
-    elif folder != HERE.parent:
-        below = [path for path in sorted(folder.glob("*.md")) if path.stem != page.name]
-        below += [path for path in sorted(folder.glob("*/README.md")) if page.name == "README"]
-        listed = "\n".join(path.relative_to(page.parent).with_suffix("").as_posix() for path in below)
-        source[0] += f"\n\n```{{toctree}}\n:hidden:\n\n{listed}\n```\n" if listed else ""
+        source[0] += "\n" + (HERE / "menu.md").read_text(encoding="utf-8") + toctree("More pages", unlisted())
+    elif page.parent != HERE.parent:
+        below = pages_below(page)
+        source[0] += toctree("", [path.relative_to(page.parent).with_suffix("").as_posix() for path in below])
+
+
+def unlisted():
+    """The pages that docs/menu.md does not list and that belong to no other page, such as a how-to that is new."""
+    listed = (HERE / "menu.md").read_text(encoding="utf-8").split()
+    found = [path for folder in (HERE, *SHELVES) for path in sorted(folder.glob("*.md"))]
+    pages = [path.relative_to(HERE).with_suffix("").as_posix() for path in found]
+    return [page for page in pages if page not in {*listed, "index", "menu"}] + [
+        f"../{path.stem}" for path in sorted(HERE.parent.glob("*.md")) if f"../{path.stem}" not in listed
+    ]
+
+
+def pages_below(page):
+    """The pages that are listed behind this one."""
+    if page.name != "README":
+        return sorted(page.glob("*.md"))
+    others = [path for path in sorted(page.parent.glob("*.md")) if path.stem != "README"]
+    return [*others, *sorted(page.parent.glob("*/README.md"))]
+
+
+def toctree(caption, pages):
+    """A menu that no reader of the page sees; nothing for no pages."""
+    listed = "\n".join(pages)
+    named = f":caption: {caption}\n" if caption else ""
+    return f"\n\n```{{toctree}}\n:hidden:\n{named}\n{listed}\n```\n" if pages else ""
 
 
 def write_entrance(app, error):
