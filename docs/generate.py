@@ -239,7 +239,7 @@ def accelerator_pages() -> dict[str, str]:
     constructor = next(item for item in node.body if isinstance(item, ast.FunctionDef) and item.name == "__init__")
     call = signature(constructor, "Accelerator").removesuffix(" -> None")
     about = f"## Constructor\n\n```text\n{call}\n```\n\n{prose(ast.get_docstring(node) or '')}\n"
-    pages = {"accelerator.md": "\n".join([ACCELERATOR_HEAD, index, "", about])}
+    pages = {"accelerator.md": f"{ACCELERATOR_HEAD}\n{index}\n\n{about}"}
     for heading, names in GROUPS.items():
         parts = [f"{WRITTEN}\n# {heading}\n\nMembers of [the Accelerator](../accelerator.md).\n"]
         pages[files[heading]] = "\n".join([*parts, *(text for name, text in members.items() if name in names)])
@@ -419,10 +419,10 @@ def field_lines(node: ast.ClassDef) -> Iterator[str]:
     for item, after in zip(node.body, [*node.body[1:], None], strict=True):
         text = after.value if isinstance(after, ast.Expr) else None
         told = inspect.cleandoc(text.value).replace("\n", " ") if is_text(text) else ""
-        target = item.target if isinstance(item, ast.AnnAssign) else None
-        if isinstance(target, ast.Name) and not target.id.startswith("_") and not is_shown(item):
-            yield f"- `{ast.unparse(item)}`" + (f": {told}" if told else "")
-        elif isinstance(item, ast.Assign) and ast.unparse(item.targets[0]).isupper():
+        name = item.target if isinstance(item, ast.AnnAssign) else None
+        is_field = isinstance(name, ast.Name) and not name.id.startswith("_") and not is_shown(item)
+        is_member = isinstance(item, ast.Assign) and ast.unparse(item.targets[0]).isupper()
+        if is_field or is_member:
             yield f"- `{ast.unparse(item)}`" + (f": {told}" if told else "")
 
 
