@@ -193,9 +193,14 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Writes docs/reference from the source, then runs every example of the documentation and follows every link."""
-    install(session, PACKAGES, *GROUPS["test"])
+    """Writes docs/reference from the source, builds the site, then runs every example and follows every link.
+
+    The site is build/site; a link that leads nowhere, and a page that no menu lists, end the build.
+    """
+    install(session, PACKAGES, *GROUPS["test"], *GROUPS["docs"])
     session.run("python", "docs/generate.py")
+    build = ["--quiet", "--fail-on-warning", "--keep-going", "-j", "auto", "-c", "docs", ".", "build/site"]
+    session.run("sphinx-build", *build)
     session.run("pytest", "tests/test_docs.py", *session.posargs)
 
 

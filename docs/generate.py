@@ -1,8 +1,8 @@
-"""Writes what can be derived from the source: hooks.md, accelerator.md, names.md, options.md and doors.md in docs/reference/.
+"""Writes what can be derived from the source: all of docs/reference/ but environment.md and the pages on checkpoints.
 
     nox -s docs          (or `python docs/generate.py` where all packages are installed)
 
-tests/test_docs.py compares each file with what its function in `PAGES` gives, so that nothing public changes without its
+tests/test_docs.py compares each file with what `pages` gives, so that nothing public changes without its
 page.
 """
 
@@ -14,6 +14,7 @@ import inspect
 import pkgutil
 import re
 import runpy
+import shutil
 import sys
 import textwrap
 from collections.abc import Iterable, Iterator
@@ -41,6 +42,10 @@ NO_DOORS = {
 }  # nothing to import, or a page of its own; the door of compat is `accelerate`
 LINE = 120  # signatures that are longer have a line for each argument
 
+FOLDERS = ("accelerator", "options", "doors", "classes", "functions")  # of pages that are all written here
+WRITTEN = "<!-- Written by docs/generate.py from the docstrings: change them there, then run `nox -s docs`. -->"
+COMMON = "Common options"
+
 HOOKS_HEAD = """\
 <!-- Written by docs/generate.py from accel_core/contract/hook_specs.py: change the hooks there, then run `nox -s docs`. -->
 # Hooks
@@ -55,8 +60,8 @@ ACCELERATOR_HEAD = """\
 <!-- Written by docs/generate.py from accel_core/accelerator.py and accel_core/facade: change it there, then run `nox -s docs`. -->
 # Accelerator
 
-Everything that `accel_core.Accelerator` offers. Where a docstring says *collective*, every rank has to make the call, in the
-same order. [Your loop](../tutorial/your-loop.md) shows the most of it in use; [the environment](environment.md) lists the
+This is the class `accel_core.Accelerator`. Where a docstring says *collective*, every rank has to make the call, in the
+same order. [Your loop](../tutorial/your-loop.md) shows most of it in use; [the environment](environment.md) lists the
 variables that stand for arguments.
 """
 
@@ -73,10 +78,13 @@ OPTIONS_HEAD = """\
 <!-- Written by docs/generate.py from the constructors: change an option there, then run `nox -s docs`. -->
 # Options
 
-What may be given outside of the code, as constructors declare it. An option has one name: the key in a file, under the component that it
-belongs to; on the command line `--component.option`, where `_` and `-` are the same; and [the variable](environment.md), which is in
-capitals, `ACCELERATE_COMPONENT__OPTION`. [How to configure and start](../how-to/configure-and-start.md) tells which of them is heard first.
-"Python" says that only code can give the option.
+These options may be given outside of the code: in a file, on the command line, or by a variable. An option has one name in all three places.
+In a file it is a key under its component; on the command line it is `--component.option`, where `_` and `-` are the same; as
+[a variable](environment.md) it is in capitals, `ACCELERATE_COMPONENT__OPTION`. [Configure and start](../how-to/configure-and-start.md) says which
+of them counts if several are given. "Python" marks an option that only code can give.
+
+This page has the options of every run. Components have pages of their own:
+
 """
 
 DOORS_HEAD = """\
@@ -84,9 +92,10 @@ DOORS_HEAD = """\
 `nox -s docs`. -->
 # Doors
 
-The names that others may import: scripts from `accel_core`, plugins from `accel_core` and `accel_core.api`; of every other package what
-it offers by its own name. Version promises are about these names. Every other module moves and changes without notice; but of
-`accel_testing` each module is a tool.
+A door is a module whose names others may import: scripts import from `accel_core`, plugins from `accel_core` and `accel_core.api`, and
+every other package offers its names under its own. Version promises hold for these names. Every other module moves and changes without
+notice, except in `accel_testing`, where each module is a tool.
+
 """
 
 GROUPS = {
@@ -206,8 +215,8 @@ def hooks_page() -> str:
     )
 
 
-def accelerator_page() -> str:
-    """The whole of docs/reference/accelerator.md. Raises `ValueError` if GROUPS and the class do not have the same members."""
+def accelerator_pages() -> dict[str, str]:
+    """accelerator.md, and a page for each of GROUPS. Raises `ValueError` if GROUPS and the class have other members."""
     node = class_in(accelerator, "Accelerator")
     # The bases first: a member that the Accelerator has of its own stands where the Accelerator says it.
     bases = [base for base in reversed(accelerator.Accelerator.__mro__) if base.__module__.startswith("accel_core.")]
@@ -221,13 +230,20 @@ def accelerator_page() -> str:
             f"GROUPS in docs/generate.py has each public member of the Accelerator once. Not in it: {sorted(missing)}; no "
             f"members: {sorted(stale)}; twice: {sorted({name for name in grouped if grouped.count(name) > 1})}."
         )
+    files = {heading: f"accelerator/{re.sub('[^a-z]+', '-', heading.lower())}.md" for heading in GROUPS}
+    rows = [
+        (f"[{heading}]({files[heading]})", ", ".join(f"[`{name}`]({files[heading]}#{name})" for name in names))
+        for heading, names in GROUPS.items()
+    ]
+    index = "\n".join(["| Subject | Names |", "|---|---|", *(f"| {heading} | {names} |" for heading, names in rows)])
     constructor = next(item for item in node.body if isinstance(item, ast.FunctionDef) and item.name == "__init__")
     call = signature(constructor, "Accelerator").removesuffix(" -> None")
-    parts = [ACCELERATOR_HEAD, f"## Constructor\n\n```text\n{call}\n```\n\n{prose(ast.get_docstring(node) or '')}\n"]
+    about = f"## Constructor\n\n```text\n{call}\n```\n\n{prose(ast.get_docstring(node) or '')}\n"
+    pages = {"accelerator.md": f"{ACCELERATOR_HEAD}\n{index}\n\n{about}"}
     for heading, names in GROUPS.items():
-        parts.append(f"## {heading}\n")
-        parts += [text for name, text in members.items() if name in names]
-    return "\n".join(parts)
+        parts = [f"{WRITTEN}\n# {heading}\n\nMembers of [the Accelerator](../accelerator.md).\n"]
+        pages[files[heading]] = "\n".join([*parts, *(text for name, text in members.items() if name in names)])
+    return pages
 
 
 def names_page() -> str:
@@ -288,19 +304,28 @@ def described_argument(name: str) -> str:
     return "`strategy=` under an older name: a configured object, or a dict of such, the first of which is active"
 
 
-def options_page() -> str:
-    """Every option that may be given outside of the code: those without a section, then those of each component of ours."""
+def options_pages() -> dict[str, str]:
+    """options.md, with the options without a section, and a page for the components of each kind."""
     offers = [offer for offer in list_offers() if offer.distribution.removeprefix("accel-") in OURS]
     known = catalog.Catalog(offers)
-    blocks = [OPTIONS_HEAD]
-    for group in dict.fromkeys(option.group for option in known.own.values()):
-        shown = [option for option in known.own.values() if option.group == group]
-        blocks.append(f"\n## {group.capitalize()}\n\n{options_table(shown)}")
-    for section in known.sections:
-        if found := list(known.section(section).values()):
+    kinds = {offer.name: f"{offer.noun.capitalize()} options" for offer in offers}
+    pages: dict[str, list[str]] = {}
+    for name in known.sections:
+        if found := list(known.section(name).values()):
             told = inspect.cleandoc(found[0].owner.__doc__ or "").partition("\n\n")[0].replace("\n", " ")
-            blocks.append(f"\n## `{section}`\n\n{told}\n\n{options_table(found)}")
-    return "".join(blocks)
+            pages.setdefault(kinds.get(name, COMMON), []).append(f"## `{name}`\n\n{told}\n\n{options_table(found)}")
+    files = {title: f"options/{title.lower().replace(' ', '-')}.md" for title in pages}
+    links = [
+        f"- [{title}]({files[title]}): {', '.join(re.findall('^## (.*)$', ''.join(blocks), re.MULTILINE))}\n"
+        for title, blocks in pages.items()
+    ]
+    own = [
+        f"\n## {group.capitalize()}\n\n{options_table([each for each in known.own.values() if each.group == group])}"
+        for group in dict.fromkeys(option.group for option in known.own.values())
+    ]
+    head = f"{WRITTEN}\n# {{}}\n\n[Options](../options.md) explains the columns.\n\n"
+    components = {files[title]: head.format(title) + "\n".join(blocks) for title, blocks in pages.items()}
+    return {"options.md": "".join([OPTIONS_HEAD, *links, *own]), **components}
 
 
 def options_table(found: Iterable[catalog.Option]) -> str:
@@ -317,16 +342,114 @@ def options_table(found: Iterable[catalog.Option]) -> str:
     return "\n".join(rows) + "\n"
 
 
-def doors_page() -> str:
-    """The whole of docs/reference/doors.md."""
-    modules = [importlib.import_module(f"{api.__name__}.{each.name}") for each in pkgutil.iter_modules(api.__path__)]
-    parts = [DOORS_HEAD, names_table("## accel_core", described_names(accel_core.__name__, accel_core.__all__))]
+def doors_pages() -> dict[str, str]:
+    """doors.md, a page for each door, and one for each class and for the functions of `accel_core` and `accel_core.api`."""
+    inner = [importlib.import_module(f"{api.__name__}.{each.name}") for each in pkgutil.iter_modules(api.__path__)]
     packages = [importlib.import_module(f"accel_{name.replace('-', '_')}") for name in sorted(OURS - NO_DOORS)]
-    for module in (*modules, *packages):
-        rows = described_names(module.__name__, module.__all__)
-        about = (inspect.getdoc(module) or "").partition("\n")[0]
-        parts.append(names_table(f"## {module.__name__}\n\n{about}", rows))
+    pages: dict[str, str] = {}
+    rows = []
+    for module in (accel_core, *inner, *packages):
+        name, about = module.__name__, (inspect.getdoc(module) or "").partition("\n")[0]
+        described = dict(described_names(name, module.__all__))
+        places: dict[str, str] = {}
+        if module not in packages:
+            pages |= class_pages(module, places)
+            pages |= functions_page(module, places)
+        table = names_table(f"# {name}\n\n{about}", ((linked(each, places), does) for each, does in described.items()))
+        pages[f"doors/{name}.md"] = f"{WRITTEN}\n{table}"
+        rows.append(f"| [`{name}`](doors/{name}.md) | {len(module.__all__)} | {about} |")
+    classes = [
+        (f"[`{path[8:-3]}`]({path})", text.partition("```\n\n")[2].partition("\n")[0].replace("|", "\\|"))
+        for path, text in sorted(pages.items(), key=lambda item: item[0].casefold())
+        if path.startswith("classes/")
+    ]
+    pages["classes.md"] = names_table(f"{WRITTEN}\n# Classes", classes)
+    calls = [f"- [{path[10:-3]}]({path})" for path in pages if path.startswith("functions/")]
+    pages["functions.md"] = "\n".join(
+        [f"{WRITTEN}\n# Functions\n", "Functions, by the door that has them:\n", *calls, ""]
+    )
+    pages["doors.md"] = "\n".join([DOORS_HEAD, "| Door | Names | What it is for |", "|---|---|---|", *rows, ""])
+    return pages
+
+
+def linked(name: str, places: dict[str, str]) -> str:
+    """A name in backticks, as a link where it has a place."""
+    bare = name.strip("`")
+    return f"[{name}]({places[bare]})" if bare in places else name
+
+
+def class_pages(door: ModuleType, places: dict[str, str]) -> dict[str, str]:
+    """A page for each class of ours that a door has; `places` is filled with where they are, as seen from doors/."""
+    pages = {}
+    for name in door.__all__:
+        value = getattr(door, name)
+        if name == "Accelerator":
+            places[name] = "../accelerator.md"
+        elif inspect.isclass(value) and value.__module__.startswith("accel_core"):
+            places[name] = f"../classes/{name}.md"
+            pages[f"classes/{name}.md"] = class_page(door.__name__, name, value)
+    return pages
+
+
+def class_page(door: str, name: str, value: type) -> str:
+    """One class: how it is imported, made and used."""
+    ours = [base for base in reversed(value.__mro__) if base.__module__.startswith("accel_core")]
+    nodes = [class_in(sys.modules[base.__module__], base.__name__) for base in ours]
+    members: dict[str, str] = {}
+    for node in nodes:
+        members |= public_members(node)
+    parts = [
+        f"{WRITTEN}\n# {name}\n\n```text\nfrom {door} import {name}\n```\n",
+        prose(ast.get_docstring(nodes[-1]) or ""),
+        "",
+    ]
+    constructors = [item for node in nodes for item in node.body if getattr(item, "name", "") == "__init__"]
+    if constructors and isinstance(constructors[-1], ast.FunctionDef):
+        call = signature(constructors[-1], name).removesuffix(" -> None")
+        parts.append(f"## Constructor\n\n```text\n{call}\n```\n")
+    if fields := [line for node in nodes for line in field_lines(node)]:
+        parts.append("## Fields\n\n" + "\n".join(fields) + "\n")
+    if members:
+        parts += ["## Members\n", *members.values()]
     return "\n".join(parts)
+
+
+def field_lines(node: ast.ClassDef) -> Iterator[str]:
+    """Each annotated field and each member of an enumeration, with the string that follows it."""
+    for item, after in zip(node.body, [*node.body[1:], None], strict=True):
+        text = after.value if isinstance(after, ast.Expr) else None
+        told = inspect.cleandoc(text.value).replace("\n", " ") if is_text(text) else ""
+        name = item.target if isinstance(item, ast.AnnAssign) else None
+        is_field = isinstance(name, ast.Name) and not name.id.startswith("_") and not is_shown(item)
+        is_member = isinstance(item, ast.Assign) and ast.unparse(item.targets[0]).isupper()
+        if is_field or is_member:
+            yield f"- `{ast.unparse(item)}`" + (f": {told}" if told else "")
+
+
+def is_text(node: ast.expr | None) -> bool:
+    """Whether it is a string."""
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def is_shown(item: ast.stmt) -> bool:
+    """Whether an assignment in a class is a property, whose last argument is its docstring."""
+    value = item.value if isinstance(item, ast.AnnAssign) else None
+    return isinstance(value, ast.Call) and bool(value.args) and is_text(value.args[-1])
+
+
+def functions_page(door: ModuleType, places: dict[str, str]) -> dict[str, str]:
+    """A page with the functions of a door; `places` is filled with where they are, as seen from doors/."""
+    parts = []
+    for name in sorted(door.__all__, key=str.casefold):
+        value = inspect.unwrap(getattr(door, name))
+        if inspect.isfunction(value) and value.__module__.startswith("accel_core"):
+            node = ast.parse(textwrap.dedent(inspect.getsource(value))).body[0]
+            if isinstance(node, ast.FunctionDef):
+                places[name] = f"../functions/{door.__name__}.md#{name.lower()}"
+                call = signature(node, name, of_class=False)
+                parts.append(f"## {name}\n\n```text\n{call}\n```\n\n{prose(ast.get_docstring(node) or '')}\n")
+    title = f"{WRITTEN}\n# Functions of {door.__name__}\n"
+    return {f"functions/{door.__name__}.md": "\n".join([title, *parts])} if parts else {}
 
 
 def described_names(module: str, names: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -370,13 +493,10 @@ def documented(module: ModuleType) -> dict[str, str]:
     return {name: text for name, text in found.items() if text}
 
 
-PAGES = {
-    "doors.md": doors_page,
-    "hooks.md": hooks_page,
-    "accelerator.md": accelerator_page,
-    "names.md": names_page,
-    "options.md": options_page,
-}
+def pages() -> dict[str, str]:
+    """The text of every page of docs/reference that is written from the source."""
+    single = {"hooks.md": hooks_page(), "names.md": names_page()}
+    return {**single, **accelerator_pages(), **options_pages(), **doors_pages()}
 
 
 def class_in(module: object, name: str) -> ast.ClassDef:
@@ -403,9 +523,9 @@ def public_members(node: ast.ClassDef) -> dict[str, str]:
             sections[item.name] = member_section(item)
         elif isinstance(item, ast.Assign) and isinstance(item.targets[0], ast.Name):
             name = item.targets[0].id
-            if not name.startswith("_"):
+            if not name.startswith("_") and not name.isupper():
                 sections[name] = f"### {name}\n\nAnother name of `{ast.unparse(item.value)}`.\n"
-        elif isinstance(item, ast.AnnAssign) and isinstance(item.value, ast.Call):
+        elif isinstance(item, ast.AnnAssign) and is_shown(item):
             declared, text = ast.unparse(item).partition(" = ")[0], ast.literal_eval(item.value.args[-1])
             sections[ast.unparse(item.target)] = f"### {item.target.id}\n\n```text\n{declared}\n```\n\n{text}\n"
     return sections
@@ -423,7 +543,9 @@ def member_section(member: ast.FunctionDef) -> str:
 def prose(docstring: str) -> str:
     """A docstring as Markdown: indented paragraphs become code, and the entries of a field the items of a list."""
     blocks = [re.sub(r"\A( {4}.*)\Z", code, block, flags=re.DOTALL) for block in docstring.split("\n\n")]
-    return "\n\n".join(re.sub(r"\A(Args|Raises|Returns):\n(.*)\Z", field, block, flags=re.DOTALL) for block in blocks)
+    return "\n\n".join(
+        re.sub(r"\A(Args|Attributes|Raises|Returns):\n(.*)\Z", field, block, flags=re.DOTALL) for block in blocks
+    )
 
 
 def code(block: re.Match[str]) -> str:
@@ -440,9 +562,9 @@ def field(block: re.Match[str]) -> str:
     return f"**{'Arguments' if title == 'Args' else title}**\n\n{items}"
 
 
-def signature(function: ast.FunctionDef, name: str = "") -> str:
+def signature(function: ast.FunctionDef, name: str = "", *, of_class: bool = True) -> str:
     """How a function is written, without `self`: `name(argument: type, …) -> type`."""
-    name, given = name or function.name, arguments(function.args)
+    name, given = name or function.name, arguments(function.args, of_class)
     returned = f" -> {ast.unparse(function.returns) if function.returns else 'None'}"
     short = f"{name}({', '.join(given)}){returned}"
     if len(short) <= LINE:
@@ -450,11 +572,12 @@ def signature(function: ast.FunctionDef, name: str = "") -> str:
     return "\n".join([f"{name}(", *(f"    {argument}," for argument in given), f"){returned}"])
 
 
-def arguments(given: ast.arguments) -> list[str]:
-    """Each argument with its type and default, without `self`."""
+def arguments(given: ast.arguments, of_class: bool) -> list[str]:
+    """Each argument with its type and default, without `self` where it is a method."""
     positional = [*given.posonlyargs, *given.args]
     defaults = [None] * (len(positional) - len(given.defaults)) + [*given.defaults]
-    found = [one_argument(item, default) for item, default in zip(positional, defaults, strict=True)][1:]
+    found = [one_argument(item, default) for item, default in zip(positional, defaults, strict=True)]
+    found = found[1:] if of_class else found
     if given.vararg:
         found.append(f"*{ast.unparse(given.vararg)}")
     elif given.kwonlyargs:
@@ -469,7 +592,9 @@ def one_argument(argument: ast.arg, default: ast.expr | None) -> str:
 
 
 if __name__ == "__main__":
-    REFERENCE.mkdir(exist_ok=True)
-    for name, page in PAGES.items():
-        (REFERENCE / name).write_text(page(), encoding="utf-8")
-        print(f"wrote {(REFERENCE / name).relative_to(REFERENCE.parents[1])}")
+    for folder in FOLDERS:
+        shutil.rmtree(REFERENCE / folder, ignore_errors=True)
+    for name, page in pages().items():
+        (REFERENCE / name).parent.mkdir(parents=True, exist_ok=True)
+        (REFERENCE / name).write_text(page, encoding="utf-8")
+    print(f"wrote {len(pages())} pages of docs/reference")

@@ -19,7 +19,8 @@ import accel_precision
 from accel_core import Accelerator, CheckpointError, ProjectConfiguration, load_checkpoint_in_model
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs/explanation/differences.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "docs/explanation/differences.md", *sorted((ROOT / "docs/explanation/differences").glob("*.md"))]
+PAGE = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
 MISSING = PAGE.partition("## Not there yet")[2].partition("\n## ")[0]
 ASKED_FOR = "\n".join(re.findall(r"^(\|[^|]*\|)", MISSING, re.MULTILINE))  # the first column
 OLDER = PAGE.partition("| Older | Write |")[2].partition("\n\n")[0]

@@ -24,7 +24,8 @@ from torch import nn
 from accel_core import Accelerator, set_seed
 from accel_testing import run_ranks
 
-PAGE = (Path(__file__).parents[3] / "docs/reference/checkpoint-format.md").read_text(encoding="utf-8")
+REFERENCE = Path(__file__).parents[3] / "docs/reference"
+PAGE = "\n".join((REFERENCE / f"checkpoint-{name}.md").read_text(encoding="utf-8") for name in ("format", "values"))
 
 
 class Damaged(Exception):

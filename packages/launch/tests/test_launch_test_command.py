@@ -238,4 +238,4 @@ def test_what_is_no_option_is_said(tmp_path):
 
 def test_help_says_what_is_checked(capsys):
     assert main(["--help"]) == 0
-    assert "Check this set-up for real" in capsys.readouterr().out
+    assert "Train a small model on this set-up" in capsys.readouterr().out

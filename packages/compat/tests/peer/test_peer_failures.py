@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 GROUPS = json.loads((Path(__file__).parent / "peer_failures.json").read_text(encoding="utf-8"))
-PAGE = (Path(__file__).parents[4] / "docs/explanation/differences.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[4] / "docs/explanation/differences/through-compat.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: group["because"])

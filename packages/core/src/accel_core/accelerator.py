@@ -52,42 +52,44 @@ class Accelerator(CheckpointMethods, RecordingMethods, LoopMethods, CollectiveMe
     collective: it starts the process group.
 
     Args:
-        device_placement: whether models and batches are moved to the device.
-        split_batches: whether a loader's batch size is that of the whole world, instead of a rank's.
-        mixed_precision: "no", or the name of an installed precision, or a `Precision`. Not given:
-            ACCELERATE_MIXED_PRECISION, else "no".
-        gradient_accumulation_steps: micro-batches in a window of `accumulate`, at least 1. Not
+        device_placement: move models and batches to the device.
+        split_batches: divide the batch of a loader among the processes. Otherwise each process gets a whole
+            batch.
+        mixed_precision: dtypes to compute in: "no", the name of an installed precision, or a `Precision`. Not
+            given: ACCELERATE_MIXED_PRECISION, else "no".
+        gradient_accumulation_steps: number of micro-batches for each step of the optimizer, at least 1. Not
             given: ACCELERATE_GRADIENT_ACCUMULATION_STEPS, else 1.
-        cpu: whether to train on the CPU although there is an accelerator. Not given:
-            ACCELERATE_USE_CPU, else False.
-        strategy: the name of an installed strategy, or a `Strategy`; `<name>_plugin=` is an older
-            name. Not given: ACCELERATE_STRATEGY, else "ddp", and "single" in a world of one.
-        loader: the name of an installed loader component, or such an object. Not given:
-            ACCELERATE_LOADER, else "sharded" if it is installed, else the core's, for one process.
+        cpu: train on the CPU even if there is an accelerator. Not given: ACCELERATE_USE_CPU, else False.
+        strategy: way to distribute training: the name of an installed strategy, or a `Strategy`;
+            `<name>_plugin=` is an older name. Not given: ACCELERATE_STRATEGY, else "ddp", or "single" for one
+            process.
+        loader: way to load data: the name of an installed loader component, or an object. Not given:
+            ACCELERATE_LOADER, else "sharded" if it is installed, else the loader of the core, for one
+            process.
         plugins: objects with further hooks, such as observers.
         dataloader_config: all options of the loader component as one object, such as accel-data's
             `DataLoaderConfiguration`, instead of the loose ones and of variables.
-        dispatch_batches: whether one rank reads a loader and sends the others their parts.
-        even_batches: whether loaders fill the last global batch from the first samples, so that all
-            ranks have equally many batches; metrics leave the filling out.
-        use_seedable_sampler: whether loaders shuffle by `torch.randperm`, seeded by epoch.
-        rng_types: which random streams ranks take from rank 0 when a loader is iterated: names of
-            `RNGType`, or none. Not given: as the loader component says, "generator" by accel-data.
+        dispatch_batches: let one process read the data and send the others their parts.
+        even_batches: fill the last global batch with the first samples, so that all processes have equally
+            many batches. Metrics leave these samples out.
+        use_seedable_sampler: shuffle by `torch.randperm` with a seed for each epoch.
+        rng_types: random streams that all processes take from process 0 when a loader is iterated: names of
+            `RNGType`, or none. Not given: the default of the loader, "generator" for accel-data.
         gradient_accumulation_plugin: further options of accumulation, instead of the number of steps.
         step_scheduler_with_optimizer: False: `scheduler.step()` is never held back.
         step_scheduler_per_process: True: one `scheduler.step()` makes one step per process (unless
             `split_batches`), for schedules whose length was computed for one process.
         kwargs_handlers: option objects, at most one of a class, such as `AutocastKwargs`.
-        dynamo_backend: backend of `torch.compile` for prepared models. Not given:
-            ACCELERATE_DYNAMO_BACKEND, else "no".
+        dynamo_backend: backend of `torch.compile` for prepared models. Not given: ACCELERATE_DYNAMO_BACKEND,
+            else "no".
         dynamo_plugin: further options of `torch.compile`, instead of the backend.
-        project_dir: the folder of the project. Not given: ACCELERATE_PROJECT_DIR, else none.
+        project_dir: folder of the project. Not given: ACCELERATE_PROJECT_DIR, else none.
         project_config: where the project keeps what it writes; its folder agrees with `project_dir`.
-        detect_nonfinite: whether a window whose loss or gradient is inf or nan runs once more, observed,
-            and all ranks raise `NonFiniteError` with the module, the rank, the step and the samples.
-            Costs a collective per window. Not given: ACCELERATE_DETECT_NONFINITE, else False.
-        log_with: what records the run: the name of an installed tracker, a `Tracker`, a list of these,
-            or "all" for every one that can be used here. Not given: ACCELERATE_LOG_WITH, else none.
+        detect_nonfinite: look for the first value that is inf or nan. If a loss or gradient is, the window
+            runs again and all processes raise `NonFiniteError` with module, process, step and samples. Costs
+            a collective per window. Not given: ACCELERATE_DETECT_NONFINITE, else False.
+        log_with: trackers that record the run: the name of an installed one, a `Tracker`, a list of these, or
+            "all" for every one that works here. Not given: ACCELERATE_LOG_WITH, else none.
 
     Raises:
         NotInstalledError: a name is served by a distribution that is not installed; says which.

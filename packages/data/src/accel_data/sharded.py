@@ -25,26 +25,26 @@ class Sharded:
     `DataLoaderConfiguration` says more about each option.
 
     Args:
-        split_batches: the loader's batch size is the global one, and each rank gets an equal piece
-            of a batch. Otherwise it is the batch size of each rank.
-        even_batches: fill an incomplete last global batch from the first samples of the epoch, so
-            that all ranks see as many batches of one size; metrics leave the filling out. Otherwise
-            the last batch may be short, and ranks may differ by one batch.
-        dispatch_batches: one rank reads a loader, and sends the others their parts; None: only
-            where the dataset is iterable.
-        use_seedable_sampler: shuffle by `torch.randperm` from seed + epoch, instead of computing
-            the order.
-        data_seed: the seed of the order, 0 to 2**64 - 1; None: the run's.
-        non_blocking: copy batches to the device while the host goes on, also out of memory that is
-            not pinned.
-        use_stateful_dataloader: asks for `state_dict` and `load_state_dict`, which every prepared
-            loader has anyway.
-        rng_types: which random streams all ranks take from rank 0 at the start of each iteration:
-            names of `accel_core.RNGType`. "generator" means those that the user handed to a
-            loader's samplers.
-        presharded: iterable datasets yield each rank's own samples already.
-        uneven: what happens where the iterable streams of ranks end unevenly: "pad", "stop" or
-            "join".
+        split_batches: divide the batch of a loader among the processes. Otherwise each process gets
+            a whole batch, so more processes take more samples per step.
+        even_batches: fill the last batch with the first samples of the epoch, so that all processes
+            have equally many batches of one size. Metrics leave these samples out. Otherwise the
+            last batch may be short, and processes may differ by one batch.
+        dispatch_batches: let one process read the data and send the others their parts. None: for
+            iterable datasets only.
+        use_seedable_sampler: shuffle by `torch.randperm` with seed + epoch, as other libraries do,
+            instead of computing the order.
+        data_seed: seed of the order of samples, 0 to 2**64 - 1. None: the seed of the run.
+        non_blocking: copy batches to the device while the program continues, even from memory that
+            is not pinned.
+        use_stateful_dataloader: has no effect: every prepared loader can save and load its
+            position.
+        rng_types: random streams that all processes take from process 0 at the start of each
+            iteration: names of `accel_core.RNGType`. "generator" are those that you gave to the
+            samplers of loaders.
+        presharded: tell the loader that an iterable dataset already gives each process samples of
+            its own.
+        uneven: what to do if the streams of processes end unevenly: "pad", "stop" or "join".
 
     Raises:
         TypeError: if a value is of another type, such as a text for a truth value.

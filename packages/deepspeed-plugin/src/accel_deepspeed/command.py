@@ -10,7 +10,7 @@ from accel_core.api.launcher import format_table
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compile the C++ operators of DeepSpeed ahead of a run."""
+    """Compile the C++ operators of DeepSpeed before a run."""
     parser = argparse.ArgumentParser(prog="accel deepspeed", description=main.__doc__)
     commands = parser.add_subparsers(dest="command", metavar="build", required=True)
     text = "compile operators, one after another; without names those that Adam needs on this machine"

@@ -70,18 +70,18 @@ class DeepSpeed(OlderAttributes, Strategy):
     may call it.
 
     Args:
-        zero_stage: what is shared out: 0 nothing, 1 the state of optimizers, 2 gradients as well, 3
-            parameters as well. None: what the configuration says, else 2.
-        config: a configuration of DeepSpeed: a dictionary, or the path of a JSON file. "auto" is
-            filled in when a model is prepared.
-        offload_optimizer: where optimizer state and masters are kept: "cpu", "nvme" (stage 3), or
-            "none"; None: what the configuration says.
-        offload_param: where parameters are kept that are not in use, in stage 3: "cpu", "nvme" (all
-            are trained then), or "none"; None: as above.
-        offload_folder: where "nvme" is.
-        gradient_clipping: the norm to which the gradients of a model are clipped before each step,
-            unless the loop clips by itself; None: what the configuration says, else not at all.
-        moe_leaf_modules: names of classes whose modules are gathered as a whole in stage 3, for
+        zero_stage: parts to share out: 0 nothing, 1 optimizer state, 2 also gradients, 3 also
+            parameters. None: the stage in the configuration, else 2.
+        config: a configuration of DeepSpeed: a dictionary, or the path of a JSON file. Values
+            "auto" are filled in when a model is prepared.
+        offload_optimizer: place of optimizer state and master weights: "cpu", "nvme" (stage 3), or
+            "none". None: the place in the configuration.
+        offload_param: place of parameters that are not in use, in stage 3: "cpu", "nvme" (if all
+            are trained), or "none". None: the place in the configuration.
+        offload_folder: folder for "nvme".
+        gradient_clipping: norm to which the gradients of a model are clipped before each step,
+            unless the loop clips by itself. None: the norm in the configuration, else no clipping.
+        moe_leaf_modules: names of classes whose modules are gathered as a whole in stage 3, because
             ranks use different parts of them: mixtures of experts.
 
     Raises:

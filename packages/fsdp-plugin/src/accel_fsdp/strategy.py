@@ -71,36 +71,33 @@ class FSDP(Strategy):
     alone may call it.
 
     Args:
-        reshard_after_forward: whether a unit's gathered parameters are let go of between its
-            forward and its backward. False keeps them, which costs memory and saves a gather. A
-            number: they are kept in parts, on so many neighbouring ranks. Without gradients there
-            is no backward, and they are let go of in any case.
-        replicate: how many groups of processes hold a whole set of shards each: 2 on two machines
-            keeps gathering inside of each.
-        tensor_parallel: how many processes share each layer that `parallelize_plan` names.
-        context_parallel: how many processes share each sequence, inside
+        reshard_after_forward: release the gathered parameters of a unit between its forward and its
+            backward. False keeps them, which costs memory and saves a gather. A number keeps them
+            in parts, on that many neighbouring ranks. Without gradients they are always released.
+        replicate: number of groups of processes that each hold the whole model. 2 on two machines
+            keeps the gathering inside each machine.
+        tensor_parallel: number of processes that share each layer named in `parallelize_plan`.
+        context_parallel: number of processes that share each sequence, inside
             `accelerator.maybe_context_parallel`.
-        wrap: which modules are units: None, the repeated blocks; names of classes; the least number
-            of parameters; "none", only the model as a whole; or a function of a module and its
-            name.
-        parallelize_plan: how layers are cut among tensor-parallel peers: names, with "*", and
-            styles of `torch.distributed.tensor.parallel` or the words "colwise", "rowwise", …; or a
-            function of the model and the mesh.
-        cpu_offload: whether parts, their gradients and the state of optimizers are kept in the
-            memory of the host.
-        activation_checkpointing: whether units compute their forward again in the backward, instead
-            of keeping what it made.
-        ignored_modules: modules, or names of such with "*", whose parameters every rank keeps
-            whole; their gradients are averaged.
-        gather_dtype: in which all parameters are gathered; None: in the `compute` dtype of the
-            precision if it has one, but for norms and embeddings.
-        reduce_unused_parameters: whether parameters that took no part in a rank's backward travel
-            as zeros, so that ranks may use different ones (experts, modalities). Their gradient
-            then is zero, and not None, also where no rank used them. False is right only if all
-            ranks always use the same: otherwise gradients of different parameters are added up
-            without a word.
-        shard: how many processes share a copy of the parameters; None: as many as the other
-            dimensions leave over.
+        wrap: modules that are gathered as one unit. None: the repeated blocks. Else names of
+            classes, the least number of parameters, "none" for the whole model as one unit, or a
+            function of a module and its name.
+        parallelize_plan: plan that divides layers among tensor-parallel processes: names, with "*",
+            and styles of `torch.distributed.tensor.parallel` or the words "colwise", "rowwise", …;
+            or a function of the model and the mesh.
+        cpu_offload: keep parameters, gradients and optimizer state in the memory of the host.
+        activation_checkpointing: compute the forward of units again in the backward, instead of
+            keeping its results. Saves memory, costs time.
+        ignored_modules: modules that every rank keeps whole, or their names, with "*". Their
+            gradients are averaged.
+        gather_dtype: dtype in which all parameters are gathered. None: the `compute` dtype of the
+            precision if it has one, except for norms and embeddings.
+        reduce_unused_parameters: send zeros for parameters that a rank did not use, so that ranks
+            may use different ones (experts, modalities). Their gradient is then zero and not None,
+            even if no rank used them. False is right only if all ranks always use the same:
+            otherwise gradients of different parameters are added up, and no message says so.
+        shard: number of processes that share a copy of the parameters. None: as many as the other
+            dimensions leave.
 
     Raises:
         TypeError, ValueError: for a value of another type, or out of range.

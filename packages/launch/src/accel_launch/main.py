@@ -87,9 +87,9 @@ def _command(name: str) -> Callable[..., int | None]:
 
 def _help() -> None:
     offers = list_offers("accel.commands")
-    say(f"{_USAGE}\n\nConfigures, starts, checks and inspects training on any number of processes and machines.\n")
+    say(f"{_USAGE}\n\nConfigures, starts and checks training runs on any number of processes and machines.\n")
     table(("command", "what it does", "from"), [_row(offer, offers) for offer in offers])
-    say("\n`accel COMMAND -h` says more of one. --traceback shows where an error was raised.")
+    say("\n`accel COMMAND -h` describes one command. --traceback shows where an error was raised.")
     say("Tab completes commands in bash after: source <(accel --completion bash)")
 
 

@@ -17,48 +17,48 @@ class LaunchOptions:
     """The options with which a run is started.
 
     Args:
-        num_processes: processes of the whole run, all machines together. None: one for each
-            accelerator of the machines; one for each machine that has none.
-        num_machines: machines that take part.
-        machine_rank: which of the machines this is, from 0. None: what Slurm says, else 0 on a
-            single machine.
-        main_process_ip: address of machine 0, where the machines meet. None: what Slurm says, else
-            this machine.
-        main_process_port: port at which the machines meet on machine 0. None or 0: a free one, on a
-            single machine.
-        device_ids: the accelerators of this machine that take part, by index. None: all.
-        num_cpu_threads_per_process: threads that a process computes with on the CPU. None: what
-            OMP_NUM_THREADS says, else an equal part of this machine's cores.
-        max_restarts: how often all processes are started again after one of them has failed. On
-            several machines a machine that was lost may come back then, and torch numbers them, by
-            their addresses.
-        monitor_interval: in seconds, how often the processes are looked after.
-        shutdown_timeout: in seconds, how long processes may take to end when they are told to,
-            before they are killed.
-        meeting_timeout: how long a machine waits for the others.
-        rdzv_backend: how machines meet. None: by their machine ranks. Others are backends of
-            torch's rendezvous, such as "c10d", which numbers machines as they come and lets them
-            join and leave.
-        rdzv_endpoint: where torch's rendezvous is, as host:port. None: main_process_ip and
+        num_processes: number of processes in the whole run, on all machines together. None: one for
+            each accelerator, and one for each machine without accelerators.
+        num_machines: number of machines in the run.
+        machine_rank: number of this machine, counted from 0. None: the number that Slurm gives,
+            else 0 on a single machine.
+        main_process_ip: address of machine 0, where the machines meet. None: the address that Slurm
+            gives, else this machine.
+        main_process_port: port on machine 0 at which the machines meet. None or 0: a free port, on
+            a single machine.
+        device_ids: numbers of the accelerators (such as GPUs) to use on this machine. None: all.
+        num_cpu_threads_per_process: number of CPU threads for each process. None: the value of
+            OMP_NUM_THREADS, else an equal share of the cores of this machine.
+        max_restarts: number of times that all processes start again after one has failed. A machine
+            that was lost may rejoin then; torch numbers several machines by their addresses.
+        monitor_interval: seconds between two checks whether the processes are alive.
+        shutdown_timeout: seconds that processes get to end by themselves before they are killed.
+        meeting_timeout: time that a machine waits for the others.
+        rdzv_backend: way in which machines meet. None: by machine_rank. Other values are backends
+            of torch's rendezvous, such as "c10d", which numbers machines as they arrive and lets
+            them join and leave.
+        rdzv_endpoint: address of torch's rendezvous, as host:port. None: main_process_ip and
             main_process_port.
-        rdzv_id: the name of the job in torch's rendezvous, the same on all machines.
+        rdzv_id: name of the job in torch's rendezvous, the same on all machines.
         rdzv_conf: further options of torch's rendezvous.
-        min_machines: how few machines go on without the others; needs a rendezvous that lets
-            machines leave. None: all.
-        local_addr: the address by which the other machines reach this one. None: its host name.
-        log_dir: folder for the output of each process.
-        redirects: whose output goes to files of log_dir instead of the console: 0 none, 1 standard
-            output, 2 errors, 3 both; or for single processes of this machine, as in "0:3,1:2".
-        tee: whose output goes to both, in the same notation.
-        local_ranks_filter: processes of this machine whose output is shown, by local rank. None:
-            all.
-        log_line_prefix_template: what each line of a process that `tee` names begins with, on the
-            console; may contain ${rank}, ${local_rank} and ${role_name}.
-        role: the name of the processes in their output.
-        numa_binding: which cores of the machine a process of an accelerator is bound to: those of
-            the accelerator's node, and so on.
-        debug: whether every collective is compared across the ranks before it runs.
-        log_level: of the loggers of `accel_core.get_logger`.
+        min_machines: smallest number of machines that continue without the others. Needs a
+            rendezvous that lets machines leave. None: all.
+        local_addr: address at which the other machines reach this one. None: its host name.
+        log_dir: folder for the output of the processes.
+        redirects: output that goes to files in log_dir instead of the console: 0 nothing, 1
+            standard output, 2 errors, 3 both. "0:3,1:2" sets it for single processes of this
+            machine.
+        tee: output that goes to files and to the console, in the notation of redirects.
+        local_ranks_filter: numbers of the processes of this machine that print to the console.
+            None: all.
+        log_line_prefix_template: text before each console line of a process that tee names. It may
+            contain ${rank}, ${local_rank} and ${role_name}.
+        role: name of the processes in their output.
+        numa_binding: CPU cores on which a process may run: "node" and "socket" are all cores near
+            its accelerator, "exclusive" and "core-complex" a part of them.
+        debug: compare every collective call of all processes before it runs, and report
+            differences. Slow.
+        log_level: least important messages that the loggers of `accel_core.get_logger` show.
     """
 
     num_processes: int | None = None

@@ -74,7 +74,9 @@ def ask(catalog: Catalog, path: Path) -> int:
     _check_terminal()
     before = _read(catalog, path)
     peers = [each for each in peer_paths(os.environ) if each.is_file()]
-    say("Enter takes what is shown; arrow keys walk through lists; Ctrl-C leaves without writing anything.")
+    say(
+        "Press Enter to accept the value shown, and the arrow keys to move in a list. Ctrl-C leaves and writes nothing."
+    )
     if peers and not path.exists():
         say(f"Accelerate has a file at {peers[0]}: `accel config import` carries it over.")
     try:
@@ -157,9 +159,9 @@ def _pick(catalog: Catalog, option: Option, current: Any) -> Any:
     name = option.field.name
     if name not in ROLES:
         default = str(current).lower() in {"true", "yes", "on", "1"}
-        return questionary.confirm(f"{name}: {option.help}", default=default).unsafe_ask()
+        return questionary.confirm(_question(option), default=default).unsafe_ask()
     hints = [each for each in KNOWN_PROVIDERS[ROLES[name]] if each not in catalog.names(name)]
-    about = f"{name}: {option.help}" + (f" Not installed: {', '.join(hints)}." if hints else "")
+    about = _question(option) + (f" Not installed: {', '.join(hints)}." if hints else "")
     names = chosen_names(name, current)
     if name in SEVERAL:
         listed = _listed(catalog, name, names)
@@ -168,6 +170,11 @@ def _pick(catalog: Catalog, option: Option, current: Any) -> Any:
     listed = [*first, *_listed(catalog, name)]
     picked = questionary.select(about, listed, default=next(iter(names), _NOT_GIVEN)).unsafe_ask()
     return None if picked == _NOT_GIVEN else picked
+
+
+def _question(option: Option) -> str:
+    """The help of an option as a question, after its name."""
+    return f"{option.field.name}: {option.help[0].upper()}{option.help[1:]}"
 
 
 def _listed(catalog: Catalog, role: str, chosen: list[str] | None = None) -> list[Choice]:
@@ -200,8 +207,7 @@ def _type(option: Option, current: Any) -> Any:
         except ValueError:
             return f"expected {expected(kind)}"
 
-    about = f"{option.field.name}: {option.help}"
-    typed = questionary.text(about, default=_shown(current), validate=verdict).unsafe_ask().strip()
+    typed = questionary.text(_question(option), default=_shown(current), validate=verdict).unsafe_ask().strip()
     if typed == _shown(current):
         return current
     return None if typed in {"", _NOT_GIVEN} else to_data(from_data(kind, typed))

@@ -110,9 +110,9 @@ class BF16(HalfPrecision):
     """`mixed_precision="bf16"`: matrix products in bfloat16, all else as it is.
 
     Args:
-        output_dtype: floating leaves of what the model returns are cast to it, so that losses are
-            computed in it. None leaves them alone and costs nothing.
-        reduce_dtype: in which gradients travel between ranks; None: as they are.
+        output_dtype: dtype to which the floating-point results of the model are cast, so that
+            losses are computed in it. None leaves them as they are, at no cost.
+        reduce_dtype: dtype in which ranks exchange gradients; None: their own.
     """
 
     def __init__(
@@ -145,12 +145,12 @@ class FP16(ScaledPrecision):
     Args:
         output_dtype: as for `BF16`.
         reduce_dtype: as for `BF16`.
-        init_scale: what losses are multiplied by at first, above 0.
-        growth_factor: what the scale is multiplied by after `growth_interval` steps in a row
+        init_scale: first factor by which losses are multiplied, above 0.
+        growth_factor: factor by which the scale grows after `growth_interval` steps in a row
             without overflow, above 1.
-        backoff_factor: what the scale is multiplied by after an overflow, between 0 and 1.
-        growth_interval: in steps, at least 1.
-        enabled: False leaves losses as they are, and leaves no step out.
+        backoff_factor: factor by which the scale shrinks after an overflow, between 0 and 1.
+        growth_interval: number of steps, at least 1.
+        enabled: scale losses, and skip steps that overflow. False does neither.
 
     Raises:
         ValueError: for a value out of its range.
@@ -172,11 +172,11 @@ class FP16True(ScaledPrecision):
     Args:
         output_dtype: as for `BF16`.
         reduce_dtype: as for `BF16`.
-        init_scale: as for `FP16`, as are the following.
-        growth_factor: when the scale grows, by how much.
-        backoff_factor: when it shrinks.
-        growth_interval: in steps.
-        enabled: whether losses are scaled.
+        init_scale: as for `FP16`, as the following.
+        growth_factor: factor by which the scale grows.
+        backoff_factor: factor by which the scale shrinks.
+        growth_interval: number of steps.
+        enabled: scale losses.
 
     Raises:
         ValueError: for a value out of its range.

@@ -42,7 +42,7 @@ _HEADER = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Say what training a model takes on each rank, by dtype and strategy."""
+    """Estimate the memory that training a model needs on each device, by dtype and strategy."""
     given = _parser().parse_args(arguments)
     try:
         estimate = _estimated(given)

@@ -4,7 +4,7 @@ The *skeleton* is JSON. Strings, `null`, booleans, integers up to ±2**53, finit
 objects stand for themselves: for `str`, `None`, `bool`, `int`, `float`, `list`, and `dict` with
 strings as keys in this order. Everything else is an object with a tag under `$` and exactly the
 fields of its tag; what stands in a field is encoded in the same way. The tags and their fields
-are in docs/reference/checkpoint-format.md ("Values"), and in `special_types`.
+are in docs/reference/checkpoint-values.md, and in `special_types`.
 
 Tensors come back without gradient history; views of one memory come back as tensors of their own.
 Of all other values that occur in several places, each place gets its own.

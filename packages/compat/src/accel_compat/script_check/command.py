@@ -18,7 +18,7 @@ _RULES = (*loop.RULES, *naming.RULES, *running.RULES)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """List what a script that was written for Accelerate does differently here, with lines.
+    """List the lines of a script for Accelerate that behave differently here.
 
     Scripts are read, and never run. The exit status is 1 if there is anything.
     """

@@ -44,9 +44,11 @@ class InitProcessGroupKwargs(KwargsHandler):
     """Options for the start of the process group.
 
     Args:
-        backend: backend of `torch.distributed`; None: gloo, and an accelerator's own beside it.
-        init_method: URL at which the ranks meet; None: what the launcher says.
-        timeout: of collectives, in every group that is created; None: torch's default.
+        backend: backend of `torch.distributed`; None: gloo, and the backend of the accelerator
+            beside it.
+        init_method: URL at which the processes meet; None: the one of the launcher.
+        timeout: time after which a waiting collective gives up, in every group; None: torch's
+            default.
     """
 
     backend: str | None = None
@@ -73,11 +75,12 @@ class GradientAccumulationPlugin(KwargsHandler):
 
     Args:
         num_steps: micro-batches in a window.
-        adjust_scheduler: True: an LR scheduler advances by the micro-batches of the window at each
+        adjust_scheduler: advance an LR scheduler by the micro-batches of the window at each
             optimizer step. Otherwise one `scheduler.step()` is one step.
-        sync_with_dataloader: whether a window also closes at the end of a prepared loader.
-        sync_each_batch: whether gradients travel at each micro-batch: less memory, more traffic.
-        mean_over: "window", its micro-batches, or "steps": `num_steps` in a shorter window too.
+        sync_with_dataloader: close a window also at the end of a prepared loader.
+        sync_each_batch: exchange gradients at each micro-batch: less memory, more traffic.
+        mean_over: divide a gradient by the micro-batches of its "window", or always by `num_steps`
+            ("steps").
     """
 
     num_steps: int = 1
@@ -99,11 +102,12 @@ class TrackingKwargs(KwargsHandler):
     """Options for failing or slow trackers, switched off with a warning; the training goes on.
 
     Args:
-        strict: whether a failure, or a value that cannot be recorded, raises a `TrackerError`.
+        strict: raise a `TrackerError` if a tracker fails or cannot record a value.
         start_timeout: seconds that a tracker may take to start; the first record waits for it.
-        stall_timeout: seconds that it may take for one record. Nobody waits for that.
+        stall_timeout: seconds that a tracker may take for one record. Nobody waits for that.
         finish_timeout: seconds that `end_training`, or the end of the program, waits for records.
-        most_pending: how many records may wait for one tracker; a large one counts as several.
+        most_pending: number of records that may wait for one tracker; a large one counts as
+            several.
     """
 
     strict: bool = False
@@ -127,11 +131,11 @@ class TorchDynamoPlugin(KwargsHandler):
     Args:
         backend: a name in either case, or a function as `torch.compile` takes. "no": nothing is.
         mode: a preset of "inductor", such as "max-autotune".
-        fullgraph: whether a model that is not one graph is an error.
-        dynamic: True traces with sizes that may change; False compiles for each, None at first.
+        fullgraph: raise an error for a model that is not one graph.
+        dynamic: trace with sizes that may change; False compiles for each, None at first.
         options: options of the backend, by name.
-        disable: True leaves everything uncompiled, to compare with.
-        use_regional_compilation: whether repeated blocks are compiled, equal ones once, for it.
+        disable: leave everything uncompiled, for a comparison.
+        use_regional_compilation: compile repeated blocks only, equal ones once.
     """
 
     backend: str | Callable[..., Any] = "inductor"

@@ -53,13 +53,15 @@ class DDP(Strategy):
     """Distributed data parallelism. The options are of torch's wrapper and communication hooks.
 
     Args:
-        broadcast_buffers: whether buffers are taken from rank 0 at each synchronising forward.
-        bucket_cap_mb: size of a bucket of gradients that travels at once, in MiB; None: as torch.
-        find_unused_parameters: whether parameters may take no part in a backward; a slower one.
-        gradient_as_bucket_view: whether `.grad` shares memory with the buckets, as it does here by default.
-        static_graph: whether the same parameters are used in the same way in every iteration.
-        comm_hook: how gradients travel: as they are, as fp16 or bf16, or compressed by PowerSGD.
-        comm_wrapper: a dtype in which PowerSGD's factors travel.
+        broadcast_buffers: take buffers from process 0 at each synchronising forward.
+        bucket_cap_mb: size in MiB of the buckets in which gradients are exchanged; None: torch's.
+        find_unused_parameters: allow parameters that take no part in a backward. Slower.
+        gradient_as_bucket_view: let `.grad` share memory with the buckets, as it does here by
+            default.
+        static_graph: promise that every iteration uses the same parameters in the same way.
+        comm_hook: form in which gradients are exchanged: as they are, as fp16 or bf16, or
+            compressed by PowerSGD.
+        comm_wrapper: dtype in which the factors of PowerSGD are exchanged.
         comm_state_option: arguments of PowerSGD's state, such as `matrix_approximation_rank`.
     """
 

@@ -70,7 +70,7 @@ def _help(name: str, part: Part, catalog: Catalog, command_line: CommandLine) ->
     if not name:
         say()
         table(("subcommand", "what it does"), [(each, PARTS[each].about) for each in PARTS if each])
-        say("\n`accel config SUBCOMMAND -h` says more of one.")
+        say("\n`accel config SUBCOMMAND -h` describes one subcommand.")
 
 
 def _check_operands(name: str, part: Part, command_line: CommandLine) -> None:
@@ -184,21 +184,21 @@ def _target(command_line: CommandLine) -> Path:
 
 
 PARTS: Mapping[str, Part] = {
-    "": Part(_ask, _TARGET, "Asks questions, and writes the configuration file."),
+    "": Part(_ask, _TARGET, "Asks ten questions and writes the configuration file."),
     "default": Part(
         _write_default,
         {**_TO_WRITE, "help": HELP},
-        "Writes a file without asking: what suits this machine, and the options that are given.",
+        "Writes a file that suits this machine, without questions; takes options.",
         takes_options=True,
     ),
     "show": Part(
         _show,
         {"json": Switch("print JSON, for programs"), "config_file": CONFIG_FILE, "help": HELP},
-        "Shows every option, its value, and where that was given; takes the options of `accel launch`.",
+        "Shows every option, its value, and the source of the value; takes the options of `accel launch`.",
         takes_options=True,
     ),
-    "validate": Part(_validate, _TO_READ, "Checks a file, and lists all mistakes in it.", "[FILE]"),
-    "path": Part(_path, _TO_READ, "Prints where the file lies."),
-    "import": Part(_import, _TO_WRITE, "Writes a file of our own from one of Accelerate's.", "[FILE]"),
+    "validate": Part(_validate, _TO_READ, "Checks a file and lists all mistakes in it.", "[FILE]"),
+    "path": Part(_path, _TO_READ, "Prints the path of the file."),
+    "import": Part(_import, _TO_WRITE, "Translates a configuration file of Accelerate.", "[FILE]"),
 }
 """The subcommands; the one without a name is `accel config` itself."""

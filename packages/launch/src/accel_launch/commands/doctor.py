@@ -28,7 +28,7 @@ SWITCHES: Mapping[str, Switch] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Find out why processes do not meet or talk; of a script, what is different than in Accelerate.
+    """Find out why processes do not reach each other, or check a script for Accelerate.
 
     Takes the options of `accel launch`, on every machine of a run as that does, and needs no
     script. Under Slurm, MPI or torchrun it examines the processes that are there. The exit status

@@ -10,7 +10,7 @@ from accel_launch.output import say
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print facts for a bug report: versions, devices, settings. Apparent secrets are left out."""
+    """Print versions, devices and settings for a bug report, without apparent secrets."""
     from accel_launch.checking.environment import describe, text
 
     parser = argparse.ArgumentParser(prog="accel env", description=main.__doc__)

@@ -18,12 +18,14 @@ from accel_launch.settings.resolution import Resolved, resolve
 from accel_launch.starting.plan import make_plan
 from accel_launch.starting.program import Program, start
 
-CONFIG_FILE = Switch("the configuration file, instead of the user's own; `accel config path` shows which", "PATH")
-HELP = Switch("this; behind --fsdp or an option of fsdp, what options that has", short="h")
+CONFIG_FILE = Switch(
+    "read this configuration file instead of your own; `accel config path` prints where yours is", "PATH"
+)
+HELP = Switch("show this page; after --fsdp, show the options of fsdp", short="h")
 SWITCHES: Mapping[str, Switch] = {
-    "module": Switch("what is started is a module, as with `python -m`", short="m"),
-    "no_python": Switch("what is started is a program of any kind, and not a script of Python"),
-    "dry_run": Switch("show what would be started, with the source of each value, and start nothing"),
+    "module": Switch("start a module, as `python -m` does", short="m"),
+    "no_python": Switch("start a program that is not a Python script"),
+    "dry_run": Switch("show what would start, and where each value comes from; start nothing"),
     "config_file": CONFIG_FILE,
     "help": HELP,
 }
@@ -32,11 +34,10 @@ _USAGE = "accel launch [options] script.py [arguments of the script]"
 
 
 def main(arguments: Sequence[str] | None = None, variables: Mapping[str, str] = _NONE, *, stays: bool = False) -> int:
-    """Start a script in as many processes as asked for, on this machine or on several.
+    """Start a script in several processes, on this machine or on several.
 
-    Options come from the command line, from variables, and from a configuration file, in this
-    order; what reaches the script is what was given. Everything behind the script belongs to the
-    script.
+    Options before the script are for accel; arguments after it are for the script. An option on the
+    command line counts before a variable, and a variable before the configuration file.
     """
     catalog = Catalog()
     command_line = parse(sys.argv[2:] if arguments is None else arguments, catalog, SWITCHES)

@@ -12,7 +12,7 @@ from accel_launch.output import GOOD, console, is_plain, say
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write a checkpoint's weights as plain safetensors, which any library loads."""
+    """Write the weights of a checkpoint as safetensors files, which any library loads."""
     from accel_core import export_weights
 
     given = _parser().parse_args(arguments)

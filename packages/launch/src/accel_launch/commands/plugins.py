@@ -13,7 +13,7 @@ _COLUMNS = ("group", "name", "distribution", "version", "state")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """List installed strategies, precisions, loaders, trackers, commands, and whether they work."""
+    """List the installed strategies, precisions, loaders, trackers and commands; test that each loads."""
     parser = argparse.ArgumentParser(prog="accel plugins", description=main.__doc__)
     parser.add_argument("--json", action="store_true", help="print JSON")
     given = parser.parse_args(arguments)

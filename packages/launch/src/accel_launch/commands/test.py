@@ -23,7 +23,7 @@ SWITCHES: Mapping[str, Switch] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check this set-up for real: collectives, data order, training, checkpoints.
+    """Train a small model on this set-up, and check communication, data and checkpoints.
 
     Takes the options of `accel launch`, reads the same configuration, and ends with a verdict; the
     exit status is 1 if anything does not work.
