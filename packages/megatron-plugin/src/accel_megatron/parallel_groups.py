@@ -46,8 +46,13 @@ class Sizes:
             )
 
     def settings(self) -> dict[str, Any]:
-        """The sizes as arguments of Megatron's `TransformerConfig`."""
+        """The sizes as arguments of Megatron's `TransformerConfig`.
+
+        Between two processes, interleaved stages mix up activations and gradients unless sends overlap.
+        """
+        interleaved = {} if self.virtual is None else {"overlap_p2p_comm": True, "batch_p2p_comm": False}
         return {
+            **interleaved,
             "tensor_model_parallel_size": self.tensor,
             "pipeline_model_parallel_size": self.pipeline,
             "virtual_pipeline_model_parallel_size": self.virtual,
