@@ -1,0 +1,25 @@
+"""Megatron-core under accel-core: tensor, sequence, pipeline, context and expert parallelism.
+
+Accelerator(strategy=Megatron(tensor_parallel=2, pipeline_parallel=2))
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from accel_megatron.strategy import Megatron
+
+__all__ = ["Megatron"]
+
+__version__ = "0.1.0"
+
+_MODULES = {"Megatron": "strategy"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return found
