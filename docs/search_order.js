@@ -1,5 +1,5 @@
 // How a search orders its results: Sphinx's points, more for pages that solve a problem, fewer for history.
-const Scorer = {
+var Scorer = {
   objNameMatch: 11,
   objPartialMatch: 6,
   objPrio: { 0: 15, 1: 5, 2: -5 },
