@@ -30,6 +30,7 @@ myst_links_external_new_tab = True
 suppress_warnings = ["myst.header"]  # a page may begin below a comment, and its headings may skip a level
 html_theme = "furo"  # brings its styles, and takes the reader's own fonts: nothing is fetched from elsewhere
 html_theme_options = {"navigation_with_keys": True}
+html_search_scorer = str(HERE / "search_order.js")
 html_copy_source = False
 html_show_sourcelink = False
 html_show_sphinx = False

@@ -34,7 +34,7 @@ def test_default_writes_what_suits_this_machine_and_what_is_given(capsys):
     data = dict(read(own_path()).data)
     assert data.pop("num_processes") >= 1
     assert data == {"mixed_precision": "bf16", "strategy": "fsdp", "fsdp": {"cpu_offload": True}}
-    assert "# whether parts, their gradients" in own_path().read_text()
+    assert "# keep parameters, gradients" in own_path().read_text()
 
 
 def test_default_replaces_a_file_only_by_force(capsys):

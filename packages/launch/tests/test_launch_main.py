@@ -108,7 +108,7 @@ def test_help_lists_every_command_and_says_who_brings_those_of_others(site, caps
     for name in ("config", "launch", "test", "env", "plugins", "merge-weights", "doctor"):
         assert re.search(rf"^{name} +\S.+$", text, re.MULTILINE), name
     assert re.search(r"^well +Do well\. +good-commands 1\.0$", text, re.MULTILINE)
-    assert re.search(r"^env +Print versions .*[a-z.]$", text, re.MULTILINE)
+    assert re.search(r"^env +Print versions, .*[a-z.]$", text, re.MULTILINE)
     assert re.search(r"^broken +broken: No module named 'absent_engine' +broken-command 1\.0$", text, re.MULTILINE)
     assert re.search(
         r"^late +broken: late-command 1\.0 needs accel-core >=99, and .* is installed +late-com", text, re.MULTILINE
