@@ -2,13 +2,20 @@
 
 import copy
 import pickle
+import sys
+from importlib.metadata import version
 
 import pytest
 import torch
 from torch import nn
 
-from accel_core import Accelerator
+from accel_core import Accelerator, PluginError
 from accel_precision import FP8, MXFP8
+
+with_mx = pytest.mark.skipif(
+    tuple(map(int, version("torchao").split(".")[:2])) < (0, 18),
+    reason="MXFP8 is in torchao from 0.18 on, which needs torch 2.11",
+)
 
 
 class Net(nn.Module):
@@ -48,6 +55,7 @@ def train(precision, steps=6, rows=24):
     return losses, gradients, model, accelerator
 
 
+@with_mx
 @pytest.mark.parametrize("high_precision_weight_gradient", [False, True])
 def test_it_trains_close_to_bf16_on_batches_that_fill_no_block(high_precision_weight_gradient):
     precision = MXFP8(high_precision_weight_gradient=high_precision_weight_gradient)
@@ -67,6 +75,7 @@ def test_it_trains_close_to_bf16_on_batches_that_fill_no_block(high_precision_we
     assert "2 of 6 nn.Linear" in str(accelerator.explain())
 
 
+@with_mx
 def test_copies_and_pickles_compute_the_same_and_other_formats_convert_anew():
     _, _, model, _ = train("mxfp8", steps=1)
     x = torch.ones(3, 8)
@@ -77,6 +86,7 @@ def test_copies_and_pickles_compute_the_same_and_other_formats_convert_anew():
     assert model(x).isfinite().all()
 
 
+@with_mx
 def test_a_checkpoint_of_it_loads_in_full_precision(tmp_path):
     _, _, trained, saver = train("mxfp8", steps=2)
     saver.save_state(tmp_path)
@@ -99,3 +109,12 @@ def test_a_checkpoint_of_it_loads_in_full_precision(tmp_path):
 def test_what_cannot_be_converted_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         Accelerator(cpu=True, mixed_precision=MXFP8(**options)).prepare(build())
+
+
+def test_a_torchao_without_its_layer_is_refused_with_the_one_that_has_it(monkeypatch):
+    """Such as 0.15, the newest for torch 2.9."""
+    monkeypatch.setitem(sys.modules, "accel_precision.mx_layers", None)
+    with pytest.raises(
+        PluginError, match=r"tried with torchao 0.18, which needs torch 2.11: pip install 'torchao==0.18"
+    ):
+        Accelerator(cpu=True, mixed_precision="mxfp8").prepare(build())

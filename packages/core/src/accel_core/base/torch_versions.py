@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 _OLDER_NAMES = {  # newer → older of one function with the same arguments; torch warns of the older one where both are
-    "all_gather_single": "all_gather_into_tensor",  # newer since 2.13
-    "reduce_scatter_single": "reduce_scatter_tensor",  # newer since 2.13
+    "all_gather_single": "all_gather_into_tensor",
+    "reduce_scatter_single": "reduce_scatter_tensor",
 }
 COLLECTIVES = MappingProxyType(
     {newer: newer if hasattr(dist, newer) else older for newer, older in _OLDER_NAMES.items()}
@@ -41,7 +41,7 @@ def reduce_scatter_single(
 def memory_info(device: torch.device) -> tuple[int, int] | None:
     """Free and all bytes of an accelerator; None if neither torch nor the device's module knows them.
 
-    `torch.accelerator` knows them since 2.10, and not those of allocators of a kind of their own.
+    `torch.accelerator` tells none in 2.9, and later none of allocators of a kind of their own.
     """
     of_torch = getattr(torch.accelerator, "get_memory_info", None)
     of_kind = getattr(torch.get_device_module(device), "mem_get_info", None)
