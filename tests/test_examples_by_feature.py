@@ -323,6 +323,26 @@ def test_a_script_has_the_options_that_it_shows(script, tmp_path):
         assert all(re.search(rf"^  {option}\b", printed, re.MULTILINE) for option in shown), (shown, printed)
 
 
+SHARDED = [script for script in SCRIPTS if any("--fsdp" in start for start, _ in commands(script))]
+MORE = {"compilation": ["--backend", "eager"]}
+"""Script → options that spare a compiler."""
+
+
+@group
+@pytest.mark.parametrize("script", SHARDED, ids=lambda script: script.stem)
+def test_a_script_that_says_so_runs_sharded(script, tmp_path):
+    (options,) = (arguments for start, arguments in commands(script) if "--fsdp" in start)
+    if "--resume" in options:
+        run(tmp_path, script.stem, "--save", "run", "--stop-after", "40")
+    shown = run(tmp_path, script.stem, *options, *MORE.get(script.stem, []), world=2, ACCELERATE_STRATEGY="fsdp")
+    assert last(shown)
+
+
+def test_scripts_run_sharded_but_for_those_that_choose_a_strategy_or_cannot():
+    others = {"fsdp", "tensor_parallel", "context_parallel", "deepspeed_zero", "local_sgd", "big_model"}
+    assert {script.stem for script in SCRIPTS} - {script.stem for script in SHARDED} == others
+
+
 def test_every_script_is_listed():
     listed = re.findall(r"\(by_feature/(\w+)\.py\)", (ROOT / "examples" / "README.md").read_text(encoding="utf-8"))
     assert sorted(listed) == [script.stem for script in SCRIPTS]
