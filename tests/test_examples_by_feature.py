@@ -55,11 +55,10 @@ def play(script, options, folder):
     return printed.getvalue()
 
 
-def run(folder, name, *options, world=1):
+def run(folder, name, *options, world=1, **variables):
     """What the main process prints; the others print nothing."""
-    first, *others = run_ranks(
-        play, world, ROOT / "examples" / "by_feature" / f"{name}.py", options, folder, timeout=200
-    )
+    script = ROOT / "examples" / "by_feature" / f"{name}.py"
+    first, *others = run_ranks(play, world, script, options, folder, timeout=200, env=variables)
     assert others == [""] * (world - 1)
     return first
 
