@@ -55,12 +55,11 @@ def play(script, options, folder):
     return printed.getvalue()
 
 
-def run(folder, name, *options, world=1):
-    """What the main process prints; the others print nothing."""
-    first, *others = run_ranks(
-        play, world, ROOT / "examples" / "by_feature" / f"{name}.py", options, folder, timeout=200
-    )
-    assert others == [""] * (world - 1)
+def run(folder, name, *options, world=1, **variables):
+    """What the main process prints; the others print nothing but what libraries log."""
+    script = ROOT / "examples" / "by_feature" / f"{name}.py"
+    first, *others = run_ranks(play, world, script, options, folder, timeout=200, env=variables)
+    assert not [line for printed in others for line in printed.splitlines() if not line.startswith("[")]
     return first
 
 
@@ -121,9 +120,9 @@ def test_a_run_is_recorded(world, tmp_path):
     assert len(losses) == 87
     assert losses[-1] < losses[0] / 2
     text = json.dumps(rows)
-    assert all(
-        name in text for name in ("accuracy by epoch", "train/accuracy", "last outputs", "pictures", '"lr": 0.01')
-    )
+    assert all(name in text for name in ("accuracy by epoch", "train/accuracy", "last outputs", "pictures"))
+    assert json.loads((file.parent / "config.json").read_text(encoding="utf-8"))["lr"] == 0.01
+    assert len(list(file.parent.rglob("*.png"))) == 12
 
 
 @worlds
@@ -164,9 +163,9 @@ def test_three_steps_are_profiled(world, tmp_path):
 @group
 @worlds
 def test_equal_blocks_are_compiled_once(world, tmp_path):
-    graphs, blocks, loss = last(run(tmp_path, "compilation", "--backend", "eager", world=world))
-    assert (graphs, blocks) == (1, 8)
-    assert (loss,) == pytest.approx(last(run(tmp_path, "compilation", "--backend", "no"))[2:], abs=2e-3)
+    operations, graphs, blocks, loss = last(run(tmp_path, "compilation", "--backend", "eager", world=world))
+    assert (operations, graphs, blocks) == (5, 1, 8), "those of one block"
+    assert (loss,) == pytest.approx(last(run(tmp_path, "compilation", "--backend", "no"))[3:], abs=2e-3)
 
 
 @worlds
@@ -321,6 +320,26 @@ def test_a_script_has_the_options_that_it_shows(script, tmp_path):
     for _, arguments in commands(script):
         shown = [word for word in arguments if word.startswith("--")]
         assert all(re.search(rf"^  {option}\b", printed, re.MULTILINE) for option in shown), (shown, printed)
+
+
+SHARDED = [script for script in SCRIPTS if any("--fsdp" in start for start, _ in commands(script))]
+MORE = {"compilation": ["--backend", "eager"]}
+"""Script → options that spare a compiler."""
+
+
+@group
+@pytest.mark.parametrize("script", SHARDED, ids=lambda script: script.stem)
+def test_a_script_that_says_so_runs_sharded(script, tmp_path):
+    (options,) = (arguments for start, arguments in commands(script) if "--fsdp" in start)
+    if "--resume" in options:
+        run(tmp_path, script.stem, "--save", "run", "--stop-after", "40")
+    shown = run(tmp_path, script.stem, *options, *MORE.get(script.stem, []), world=2, ACCELERATE_STRATEGY="fsdp")
+    assert last(shown)
+
+
+def test_scripts_run_sharded_but_for_those_that_choose_a_strategy_or_cannot():
+    others = {"fsdp", "tensor_parallel", "context_parallel", "deepspeed_zero", "local_sgd", "big_model"}
+    assert {script.stem for script in SCRIPTS} - {script.stem for script in SHARDED} == others
 
 
 def test_every_script_is_listed():

@@ -82,7 +82,8 @@ def main():
     accelerator.print(
         f"first step {seconds[0]:.2f} s, then {(seconds[-1] - seconds[0]) / (len(seconds) - 1):.4f} s each"
     )
-    accelerator.print(f"{len(graphs)} graphs for {options.depth} blocks, loss {loss:.3f}")
+    operations = sum(node.op.startswith("call") for graph in graphs for node in graph.graph.nodes)
+    accelerator.print(f"{operations} operations in {len(graphs)} graphs for {options.depth} blocks, loss {loss:.3f}")
     accelerator.end_training()
 
 

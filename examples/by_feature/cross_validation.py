@@ -1,9 +1,11 @@
 """Cross-validation: one Accelerator, a new model for each fold, and every sample predicted once by a model that never saw it.
 
-python examples/by_feature/cross_validation.py
-accel launch --num-processes 2 examples/by_feature/cross_validation.py
-accel launch --num-processes 8 examples/by_feature/cross_validation.py --folds 10
-accel launch --num-processes 2 --fsdp examples/by_feature/cross_validation.py
+A fold ends with `free_memory`: what it had prepared would stay in memory, and in checkpoints.
+
+    python examples/by_feature/cross_validation.py
+    accel launch --num-processes 2 examples/by_feature/cross_validation.py
+    accel launch --num-processes 8 examples/by_feature/cross_validation.py --folds 10
+    accel launch --num-processes 2 --fsdp examples/by_feature/cross_validation.py
 """
 
 import argparse

@@ -1,9 +1,11 @@
 """EMA: an exponential moving average of the weights, which evaluates better than the weights of the last step.
 
-python examples/by_feature/ema.py
-accel launch --num-processes 2 examples/by_feature/ema.py
-accel launch --num-processes 8 examples/by_feature/ema.py --decay 0.99
-accel launch --num-processes 2 --fsdp examples/by_feature/ema.py
+The copy is prepared like the model: it is laid out in the same way where that is sharded, and checkpoints hold it.
+
+    python examples/by_feature/ema.py
+    accel launch --num-processes 2 examples/by_feature/ema.py
+    accel launch --num-processes 8 examples/by_feature/ema.py --decay 0.99
+    accel launch --num-processes 2 --fsdp examples/by_feature/ema.py
 """
 
 import argparse

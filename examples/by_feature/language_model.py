@@ -41,11 +41,10 @@ def main():
     text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8).long()
     data = text[: len(text) // LENGTH * LENGTH].view(-1, LENGTH)
 
-    model = (
-        AutoModelForCausalLM.from_pretrained(options.model)
-        if options.model
-        else AutoModelForCausalLM.from_config(CONFIG)
-    )
+    if options.model:
+        model = AutoModelForCausalLM.from_pretrained(options.model)
+    else:
+        model = AutoModelForCausalLM.from_config(CONFIG)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     accelerator = Accelerator(split_batches=True)
     loader = DataLoader(data, 16, shuffle=True, drop_last=True)

@@ -39,11 +39,10 @@ def main():
     text = torch.tensor(list(Path(argparse.__file__).read_bytes()))  # a text that every Python has: its own source
     data = text[: len(text) // LENGTH * LENGTH].view(-1, LENGTH)
 
-    model = (
-        AutoModelForCausalLM.from_pretrained(options.model)
-        if options.model
-        else AutoModelForCausalLM.from_config(CONFIG)
-    )
+    if options.model:
+        model = AutoModelForCausalLM.from_pretrained(options.model)
+    else:
+        model = AutoModelForCausalLM.from_config(CONFIG)
     lora = LoraConfig(r=options.rank, target_modules=["q_proj", "v_proj", "up_proj", "down_proj"], lora_alpha=32)
     model = get_peft_model(model, lora)
     frozen = {name: parameter.detach().clone() for name, parameter in model.named_parameters() if "lora_" not in name}
@@ -69,9 +68,8 @@ def main():
 
     state = accelerator.get_state_dict(model)  # a collective: whole weights, on the main process
     if accelerator.is_main_process:
-        accelerator.unwrap_model(model).save_pretrained(
-            options.out, state_dict=state
-        )  # of which peft writes the adapters
+        # peft writes the adapters alone.
+        accelerator.unwrap_model(model).save_pretrained(options.out, state_dict=state)
         same = all(torch.equal(state[name].cpu(), value) for name, value in frozen.items())
         print(f"{trained} of {total} parameters trained, the others {'are as they were' if same else 'have changed'}")
     accelerator.print(f"bits per byte {bits[0]:.3f} in the first step, {bits[-1]:.3f} in step {len(bits)}")

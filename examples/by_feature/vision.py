@@ -1,9 +1,11 @@
 """Vision: a convolutional network with BatchNorm, augmented pictures, and an accuracy that counts every picture once.
 
-python examples/by_feature/vision.py
-accel launch --num-processes 2 examples/by_feature/vision.py
-accel launch --num-processes 8 examples/by_feature/vision.py --workers 2
-accel launch --num-processes 2 --fsdp --bf16 examples/by_feature/vision.py
+The batch is that of all processes together, so a run in two processes takes as many steps as a run in one.
+
+    python examples/by_feature/vision.py
+    accel launch --num-processes 2 examples/by_feature/vision.py
+    accel launch --num-processes 8 examples/by_feature/vision.py --workers 2
+    accel launch --num-processes 2 --fsdp --bf16 examples/by_feature/vision.py
 """
 
 import argparse
