@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from accel_core.api.component import how_to_install
 from accel_core.api.launcher import list_offers
 from accel_launch import output
 from accel_launch.main import main
@@ -144,7 +145,7 @@ def test_a_command_of_a_package_of_ours_that_is_not_installed_says_what_to_type(
     monkeypatch.setattr("accel_launch.main.list_offers", lambda group: found)
     assert main(["checkpoint", "."]) == 2
     assert "there is no command 'checkpoint'" in (said := capsys.readouterr().err)
-    assert "Type: pip install accel-checkpoint." in said
+    assert f"{how_to_install('accel-checkpoint')}." in said
 
 
 def test_no_command_shows_the_help_and_fails(capsys):
