@@ -1,7 +1,7 @@
 """What the packages say of themselves: names, dependencies, versions, notes; and the one address of the repository.
 
-    python release/projects.py requirements       writes requirements/<distribution>.txt
-    python release/projects.py repository URL     writes that address wherever the present one stands
+python release/projects.py requirements       writes requirements/<distribution>.txt
+python release/projects.py repository URL     writes that address wherever the present one stands
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ def load(path: Path) -> dict[str, Any]:
 
 
 FOLDERS = {path.parent.name: path.parent for path in sorted(ROOT.glob("packages/*/pyproject.toml"))}
-PROJECTS: dict[str, dict[str, Any]] = {name: load(folder / "pyproject.toml")["project"] for name, folder in FOLDERS.items()}
+PROJECTS: dict[str, dict[str, Any]] = {
+    name: load(folder / "pyproject.toml")["project"] for name, folder in FOLDERS.items()
+}
 FOLDER_OF = {project["name"]: name for name, project in PROJECTS.items()}
 PUBLIC = [name for name, project in PROJECTS.items() if PRIVATE not in project["classifiers"]]
 
@@ -76,7 +78,9 @@ def write_requirements() -> None:
 def replace_repository(address: str) -> list[str]:
     """Writes the new address into every tracked file that has the old one, and returns their names."""
     if not re.fullmatch(r"https://github\.com/[A-Za-z0-9-]+/[\w.-]+", address):
-        raise SystemExit(f"{address!r} is no address of a repository; type one of the form https://github.com/owner/name")
+        raise SystemExit(
+            f"{address!r} is no address of a repository; type one of the form https://github.com/owner/name"
+        )
     old, changed = repository(), []
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, listed.split("\0")):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -15,6 +16,7 @@ from accel_core.api.launcher import to_data, variable_of
 from accel_launch.commands.launch import CONFIG_FILE, HELP, resolve_line
 from accel_launch.errors import SettingsError
 from accel_launch.output import GOOD, say, table, warn
+from accel_launch.settings import completion
 from accel_launch.settings.catalog import Catalog
 from accel_launch.settings.command_line import CommandLine, Switch, parse
 from accel_launch.settings.files import chosen_path, load, own_path, write
@@ -57,6 +59,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     _check_operands(name, part, command_line)
     return part.run(command_line, catalog)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The subcommands and their options, for scripts that complete them."""
+    page = completion.switch_parser("accel config", PARTS[""].switches, "")
+    commands = page.add_subparsers()
+    for name, part in PARTS.items():
+        make = completion.run_parser if part.takes_options else completion.switch_parser
+        if name:
+            of = make(f"accel config {name}", part.switches, part.operand and "file")
+            commands.add_parser(name, help=part.about, parents=[of], conflict_handler="resolve")
+    return page
 
 
 def _help(name: str, part: Part, catalog: Catalog, command_line: CommandLine) -> None:
