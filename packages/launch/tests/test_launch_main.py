@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -177,16 +176,6 @@ def test_a_mistake_of_the_program_shows_where_it_is(site):
 def test_the_version_names_what_a_report_needs(capsys):
     assert main(["--version"]) == 0
     assert re.fullmatch(r"accel-launch \S+, accel-core \S+, torch \S+, Python 3\.\S+\n", capsys.readouterr().out)
-
-
-@pytest.mark.skipif(not shutil.which("bash"), reason="there is no bash")
-def test_bash_completes_commands(capsys):
-    assert main(["--completion", "bash"]) == 0
-    script = capsys.readouterr().out + "COMP_WORDS=(accel pl) COMP_CWORD=1; _accel; echo ${COMPREPLY[@]}"
-    ended = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True, timeout=60)
-    assert ended.stdout == "plugins\n"
-    assert main(["--completion", "tcsh"]) == 2
-    assert "--completion tcsh was asked for, and there is one for bash" in capsys.readouterr().err
 
 
 def test_plugins_are_listed_with_their_state(site, capsys):

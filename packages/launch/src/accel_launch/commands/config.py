@@ -133,8 +133,14 @@ def _show(command_line: CommandLine, catalog: Catalog) -> int:
     resolved = resolve_line(command_line, catalog)
     if command_line.switch("json"):
         say(json.dumps(as_data(resolved), indent=2))
-    else:
-        table(("option", "value", "source"), rows(resolved))
+        return 0
+    shown = rows(resolved, defaults=command_line.switch("all"))
+    if shown:
+        table(("option", "value", "source"), shown)
+    if left_out := len(rows(resolved)) - len(shown):
+        say(
+            f"{left_out} {'more ' if shown else ''}options have their defaults. `accel config show --all` lists them, too."
+        )
     return 0
 
 
@@ -207,8 +213,13 @@ PARTS: Mapping[str, Part] = {
     ),
     "show": Part(
         _show,
-        {"json": Switch("print JSON, for programs"), "config_file": CONFIG_FILE, "help": HELP},
-        "Shows every option, its value, and where that was given; takes the options of `accel launch`.",
+        {
+            "all": Switch("show the options that have their defaults, too"),
+            "json": Switch("print every option as JSON, for programs"),
+            "config_file": CONFIG_FILE,
+            "help": HELP,
+        },
+        "Shows what was given: option, value, and where; takes the options of `accel launch`.",
         takes_options=True,
     ),
     "validate": Part(_validate, _TO_READ, "Checks a file, and lists all mistakes in it.", "[FILE]"),
