@@ -64,7 +64,7 @@ def requirements_of(folder: str) -> str:
 def notes_of(folder: str, version: str) -> tuple[str, str] | None:
     """What stands behind a version in the heading of a CHANGELOG, as "(2026-01-31)", and the text below it."""
     text = (FOLDERS[folder] / "CHANGELOG.md").read_text(encoding="utf-8")
-    found = re.search(rf"^## {re.escape(version)}(?: (.*))?\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    found = re.search(rf"^## {re.escape(version)}(?: ([^\n]*))?\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
     return None if found is None else (found[1] or "", found[2].strip())
 
 
