@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -243,6 +244,30 @@ def peer(session: nox.Session) -> None:
 
 
 @nox.session
+def release(session: nox.Session) -> None:
+    """Builds sdist and wheel of every package, looks into them, and trains with all wheels in an empty environment.
+
+    A tag behind `--` is refused where it may not be released; what it releases is then in dist/upload.
+    """
+    tag = session.posargs[0] if session.posargs else None
+    session.install("--prefer-binary", *GROUPS["build"], *GROUPS["release"])
+    if tag is not None:
+        session.run("python", "release/check_tag.py", tag)
+    shutil.rmtree(ROOT / "dist", ignore_errors=True)
+    for folder in PACKAGES.values():  # the wheel is built from the sdist, as an index's users would
+        session.run("python", "-m", "build", "--no-isolation", "--outdir", "dist", str(folder), silent=True)
+    built = [str(path) for path in sorted((ROOT / "dist").iterdir())]
+    session.run("python", "-m", "twine", "check", "--strict", *built)
+    session.run("python", "release/check_distributions.py", "dist")
+    try_wheels(session, [path for path in built if path.endswith(".whl")])
+    if tag is not None:
+        name, _, version = tag.rpartition("-v")
+        (ROOT / "dist" / "upload").mkdir()
+        for path in (ROOT / "dist").glob(f"{name.replace('-', '_')}-{version}[-.]*"):
+            shutil.copy(path, ROOT / "dist" / "upload")
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """Against raw torch and the peers, interleaved in one run: prints each gate with the figure measured."""
     install(session, PACKAGES, "-r", "benchmarks/requirements.txt")
@@ -361,6 +386,27 @@ def alone(session: nox.Session, package: str) -> None:
     session.run("python", "-m", "pip", "uninstall", "--quiet", "--yes", *others, silent=True)
     for world in (1, 2):
         run_script(session, "tests/matrix_job.py", world=world)
+
+
+def try_wheels(session: nox.Session, wheels: Sequence[str]) -> None:
+    """Installs wheels where there is nothing else, and uses them as a reader of README.md would."""
+    folder = Path(session.create_tmp()).resolve() / "empty"
+    shutil.rmtree(folder, ignore_errors=True)
+    session.run("python", "-m", "venv", str(folder))
+    python = str(folder / ("Scripts" if sys.platform == "win32" else "bin") / "python")
+
+    def run(*words: str, silent: bool = False) -> None:
+        session.run(python, *words, silent=silent, external=True, env={"OMP_NUM_THREADS": "1"})
+
+    run("-m", "pip", "install", "--quiet", "--prefer-binary", "-c", "constraints.txt", *wheels)
+    run("-m", "pip", "check")
+    run("release/check_licences.py", silent=True)
+    for name in sorted({path.parent.name for each in PACKAGES.values() for path in each.glob("src/*/py.typed")}):
+        run("-c", f"import {name}; print({name}.__name__)")
+    run("-m", "accel_launch", "--help")
+    run("-m", "accel_launch", "plugins")
+    run("release/five_lines.py")
+    run("release/five_lines.py", "2")
 
 
 def required(services: Iterable[str]) -> dict[str, str]:

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import accel_core
 from accel_core import Accelerator, CheckpointError, NotInstalledError
+from accel_core.api.component import how_to_install
 
 BATCH, SAMPLES = 4, 32
 TOLERANCES = {"no": 1e-6, "bf16": 2e-2}  # the largest difference of a weight
@@ -69,7 +70,7 @@ def saved_and_loaded(accelerator, model, folder):
         try:
             accelerator.save_state(folder)
         except (NotInstalledError, CheckpointError) as error:
-            assert f"pip install {lacks}" in str(error), error
+            assert how_to_install(lacks) in str(error), error
         else:
             raise AssertionError(f"without {lacks}, save_state() returned")
         return f"not saved, for {lacks} is not installed"

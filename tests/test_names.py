@@ -14,6 +14,7 @@ from names import COMES_WITH, OLDER_ARGUMENTS, OLDER_NAMES
 
 import accel_core
 from accel_core import Accelerator, AutocastKwargs, Strategy, hookimpl
+from accel_core.api.component import how_to_install
 from accel_core.base.vocabulary import ELSEWHERE, KNOWN_PROVIDERS
 from accel_core.base.vocabulary import OlderArguments as Typed
 
@@ -157,7 +158,10 @@ def test_the_page_says_what_the_docstrings_say():
 @pytest.mark.parametrize(("name", "distribution"), ELSEWHERE.items())
 def test_a_name_of_another_package_is_told_with_its_package(name, distribution):
     package = distribution.replace("-", "_")
-    with pytest.raises(AttributeError, match=rf"it is in {distribution}\. Type .*from {package} import {name}"):
+    with pytest.raises(
+        AttributeError,
+        match=rf"it is in {distribution}\. Write `from {package} import {name}`. .*{re.escape(how_to_install(distribution))}",
+    ):
         getattr(accel_core, name)
     assert hasattr(importlib.import_module(package), name)
 

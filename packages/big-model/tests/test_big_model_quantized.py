@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import sys
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 from accel_big_model import BnbQuantizationConfig, align_module_device, init_empty_weights, load_and_quantize_model
 from accel_checkpoint import write_weights
 from accel_core import Accelerator, CheckpointError, NotInstalledError
+from accel_core.api.component import how_to_install
 
 
 class Net(nn.Module):
@@ -258,7 +260,7 @@ def test_configurations_of_others_are_refused():
 def test_a_missing_library_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "bitsandbytes.nn", None)
     with pytest.raises(
-        NotInstalledError, match=r"needs bitsandbytes, .* Type: pip install 'accel-big-model\[bitsandbytes\]'"
+        NotInstalledError, match=rf"needs bitsandbytes, .* {re.escape(how_to_install('accel-big-model[bitsandbytes]'))}"
     ):
         load_and_quantize_model(net(), bnb())
 

@@ -11,6 +11,7 @@ from torch import nn
 from accel_big_model import Dispatch, has_offloaded_params, init_empty_weights, load_checkpoint_and_dispatch
 from accel_checkpoint import write_weights
 from accel_core import Accelerator, NotInstalledError, Precision, PrecisionPolicy, TorchDynamoPlugin, WorldError
+from accel_core.api.component import how_to_install
 from accel_core.api.launcher import find
 
 
@@ -205,5 +206,5 @@ def test_compiled_calls(weights):
 
 
 def test_the_core_names_the_package():
-    with pytest.raises(NotInstalledError, match="pip install accel-big-model"):
+    with pytest.raises(NotInstalledError, match=how_to_install("accel-big-model")):
         find("accel.strategies", "dispatch", [])

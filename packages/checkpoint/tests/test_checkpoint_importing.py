@@ -15,7 +15,7 @@ from accel_checkpoint.importing import command, opened
 from accel_checkpoint.importing.foreign import write_foreign
 from accel_checkpoint.inspection.command import main
 from accel_core import Accelerator, CheckpointError
-from accel_core.api.component import capture_random_state
+from accel_core.api.component import capture_random_state, how_to_install
 from accel_core.api.layouts import Alias, Elementwise, Replicated
 
 WEIGHT = torch.arange(12.0).view(3, 4)
@@ -205,7 +205,7 @@ def test_what_no_importer_knows_is_refused_with_those_to_install(tmp_path, capsy
     assert main(["import", str(tmp_path), str(tmp_path / "new")]) == 2
     said = capsys.readouterr().err
     assert "no importer knows it. Installed: toy." in said
-    assert "pip install accel-deepspeed" in said
+    assert how_to_install("accel-deepspeed") in said
     assert main(["import", str(tmp_path / "absent"), str(tmp_path / "new")]) == 2
     assert "there is no such folder" in capsys.readouterr().err
 

@@ -99,7 +99,9 @@ def test_a_checkpoint_is_described_by_its_manifest(tmp_path, capsys):
     assert "created     2030-01-31T12:00:00+00:00" in text
     assert "world       2" in text
     assert "2 files with tensors" in text
-    assert '"step": 7' in text
+    assert "record" not in text
+    assert command(folder, "--record") == 0
+    assert '"step": 7' in capsys.readouterr().out
     assert command(folder, "--json") == 0
     content = json.loads(capsys.readouterr().out)
     assert content == json.loads(json.dumps(describe(folder)))

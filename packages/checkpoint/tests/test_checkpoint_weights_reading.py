@@ -22,6 +22,7 @@ from accel_checkpoint import load_checkpoint_in_model, stored_in, write_weights
 from accel_checkpoint.reading import Checkpoint
 from accel_checkpoint.weights import loading
 from accel_core import Accelerator, CheckpointError, NotInstalledError
+from accel_core.api.component import how_to_install
 from accel_core.api.layouts import Box
 from accel_testing import run_ranks
 
@@ -575,7 +576,7 @@ def test_models_in_several_places_are_left_to_their_package(saved, option, monke
     with pytest.raises(NotInstalledError) as error:
         load_checkpoint_in_model(Tied(), saved[1], **option)
     assert f"load_checkpoint_in_model() with {name}={value!r} needs accel-big-model" in str(error.value)
-    assert "Type: pip install accel-big-model" in str(error.value)
+    assert how_to_install("accel-big-model") in str(error.value)
     calls = []
     offer = SimpleNamespace(load=lambda: lambda *given, **options: calls.append((given, options)))
     monkeypatch.setattr(loading, "find_default", lambda *_: offer)

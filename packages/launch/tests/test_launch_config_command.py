@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -58,7 +59,7 @@ def test_show_has_every_option_with_value_and_source(capsys, home, monkeypatch):
     file.write_text("num_processes: 2\nfp16: {init_scale: 2.0}\n")
     monkeypatch.setenv("ACCELERATE_LOG_LEVEL", "INFO")
     words = ("--config-file", str(file), "--fsdp", "--fsdp.wrap", "A,B")
-    status, out, err = run(capsys, "show", *words)
+    status, out, err = run(capsys, "show", "--all", *words)
     rows = {line.split()[0]: line.split(maxsplit=2)[1:] for line in out.splitlines()}
     assert status == 0
     assert rows["num_processes"] == ["2", str(file)]
@@ -74,8 +75,23 @@ def test_show_has_every_option_with_value_and_source(capsys, home, monkeypatch):
 
 
 def test_show_says_what_holds_where_no_strategy_is_given(capsys):
-    _, out, _ = run(capsys, "show")
+    _, out, _ = run(capsys, "show", "--all")
     assert "ddp, or single for one process" in out
+
+
+def test_show_has_what_was_given_and_says_how_much_has_its_default(capsys, home):
+    file = home / "a.yaml"
+    file.write_text("num_processes: 2\nfp16: {init_scale: 2.0}\n")
+    status, out, _ = run(capsys, "show", "--config-file", str(file), "--fsdp")
+    assert status == 0
+    assert [line.split()[0] for line in out.splitlines()[1:-1]] == ["num_processes", "strategy", "fp16.init_scale"]
+    every = len(run(capsys, "show", "--config-file", str(file), "--fsdp", "--all")[1].splitlines()) - 1
+    assert out.splitlines()[-1] == (
+        f"{every - 3} more options have their defaults. `accel config show --all` lists them, too."
+    )
+    file.write_text("")
+    _, out, _ = run(capsys, "show", "--config-file", str(file))
+    assert re.fullmatch(r"\d+ options have their defaults\. `accel config show --all` lists them, too\.\n", out)
 
 
 def test_validate_lists_all_mistakes_at_once_with_their_lines(capsys, home):

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from accel_core import NotInstalledError
+from accel_core.api.component import how_to_install
 from accel_core.api.launcher import Place, find
 from accel_launch.checking import doctor_doors, doctor_facts, doctor_findings, doctor_job
 from accel_launch.checking.doctor_findings import examine
@@ -343,5 +344,5 @@ def test_a_script_is_handed_to_the_command_that_checks_scripts(monkeypatch):
 
 def test_without_that_command_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr(doctor, "find", lambda group, name: find(group, name, []))
-    with pytest.raises(NotInstalledError, match="Type: pip install accel-compat"):
+    with pytest.raises(NotInstalledError, match=how_to_install("accel-compat")):
         doctor.main(["train.py"])

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from accel_core import NotInstalledError
+from accel_core.api.component import how_to_install
 from accel_launch.errors import SettingsError
 from accel_launch.importing import foreign
 from accel_launch.importing.command import import_file
@@ -75,9 +76,9 @@ def test_a_file_of_accelerate_is_read_where_it_lies_and_it_is_said(home: Path):
 
 @pytest.mark.usefixtures("none_is_installed")
 def test_without_an_importer_a_file_that_was_asked_for_says_what_to_install(theirs: Path):
-    with pytest.raises(SettingsError, match=r"(?s)is in Accelerate's format.*Type: pip install accel-compat"):
+    with pytest.raises(SettingsError, match=r"(?s)is in Accelerate's format.*" + how_to_install("accel-compat")):
         load(str(theirs), os.environ)
-    with pytest.raises(NotInstalledError, match="Type: pip install accel-compat"):
+    with pytest.raises(NotInstalledError, match=how_to_install("accel-compat")):
         import_file(theirs, theirs.with_name("config.yaml"))
 
 
@@ -86,7 +87,7 @@ def test_without_an_importer_a_file_that_lies_there_is_left_out_with_a_note(home
     file = load(None, os.environ)
     assert file is not None
     assert file.data == {}
-    assert f"{home} is in Accelerate's format, and was not read: Type: pip install accel-compat" in file.notes[0]
+    assert f"{home} is in Accelerate's format, and was not read: {how_to_install('accel-compat')}" in file.notes[0]
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:

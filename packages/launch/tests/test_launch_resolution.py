@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from accel_core.api.component import how_to_install
 from accel_core.api.launcher import (
     CHANNEL,
     LOADER_OPTIONS,
@@ -358,10 +359,10 @@ def test_a_name_may_be_qualified_by_its_distribution():
 def test_options_of_loaders_without_a_loader_say_what_to_install():
     bare = Catalog([offer for offer in CATALOG.offers if offer.group != "accel.loaders"])
     with pytest.raises(
-        SettingsError, match="even_batches was given by ACCELERATE_EVEN_BATCHES.*pip install accel-data"
+        SettingsError, match="even_batches was given by ACCELERATE_EVEN_BATCHES.*" + how_to_install("accel-data")
     ):
         resolve(bare, CommandLine(), None, {"ACCELERATE_EVEN_BATCHES": "no"})
-    with pytest.raises(SettingsError, match="--no-even-batches was given.*pip install accel-data"):
+    with pytest.raises(SettingsError, match="--no-even-batches was given.*" + how_to_install("accel-data")):
         parse(["--no-even-batches"], bare, {})
 
 

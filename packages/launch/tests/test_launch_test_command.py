@@ -16,6 +16,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from accel_core.api.component import how_to_install
 from accel_launch.checking import communication
 from accel_launch.checking.setup_job import Check
 from accel_launch.checking.steps import CheckError
@@ -156,7 +157,7 @@ def test_other_options_of_loaders_pass_too(told):
         ("stubborn", ["data order"], "Two epochs of 23 shuffled samples came in the same order"),
         ("silent", ["collectives"], r"gather of unequal sizes, sum, mean, maximum gave other values .*`accel doctor`"),
         ("versions", ["processes"], r"one version of core, and found was 1\.0 on .*, 1\.1 on .*Install the same"),
-        ("no loader", ["data order"], "NotInstalledError: .*pip install accel-data"),
+        ("no loader", ["data order"], "NotInstalledError: .*" + how_to_install("accel-data")),
     ],
 )
 def test_a_fault_is_found_and_named(fault, steps, words, told):

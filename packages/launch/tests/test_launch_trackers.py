@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 
 from accel_core import Tracker
+from accel_core.api.component import how_to_install
 from accel_core.api.launcher import CHANNEL, Offer, given_outside
 from accel_launch.commands import launch, plugins
 from accel_launch.errors import SettingsError
@@ -135,7 +136,7 @@ def test_each_tracker_has_a_section(catalog):
     ("words", "file", "message"),
     [
         (["--log-with", "dairy,slate"], {}, r"'dairy' was asked for.*Type 'diary' if that was meant"),
-        (["--log-with", "wandb"], {}, r"'wandb' was asked for.*Type: pip install accel-trackers"),
+        (["--log-with", "wandb"], {}, r"'wandb' was asked for.*" + how_to_install("accel-trackers")),
         (["--diary.pages", "1"], {}, r"'diary', which is not chosen\. Add --log-with diary\."),
         (
             ["--log-with", "diary", "--diary.pages", "x"],
@@ -150,7 +151,7 @@ def test_each_tracker_has_a_section(catalog):
         (
             [],
             {"wandb": {"mode": "offline"}},
-            r"the tracker 'wandb' is not installed\. Type: pip install accel-trackers",
+            r"the tracker 'wandb' is not installed\. " + how_to_install("accel-trackers"),
         ),
         (["--log-with", "torn", "--torn.pages=2"], {}, r"torn.*is broken"),
     ],

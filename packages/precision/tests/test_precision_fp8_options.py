@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from accel_core import Accelerator, NotInstalledError
+from accel_core.api.component import how_to_install
 from accel_precision import FP8, AORecipeKwargs, FP8RecipeKwargs, TERecipeKwargs
 from accel_precision.fp8.capability import FP8_PRODUCTS, MXFP8_PRODUCTS, Found, emulates
 from accel_precision.fp8.component import choose_backend
@@ -39,7 +40,7 @@ def test_the_back_end_is_the_one_asked_for_else_the_recipes_else_torchao(asked, 
     [(None, None, "torchao"), (TORCHAO, None, "torchao"), (None, TERecipeKwargs(), "transformer-engine")],
 )
 def test_a_back_end_that_is_missing_says_what_to_install(asked, recipe, extra):
-    with pytest.raises(NotInstalledError, match=re.escape(f'pip install "accel-precision[{extra}]"')):
+    with pytest.raises(NotInstalledError, match=re.escape(how_to_install(f"accel-precision[{extra}]"))):
         choose_backend(asked, recipe, lambda _: False)
 
 

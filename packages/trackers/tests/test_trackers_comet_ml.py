@@ -14,6 +14,7 @@ from read_comet_ml import archives, recorded
 from services import Offline, needs, offline, record  # noqa: F401 - a fixture of every test in this module
 
 from accel_core import Bins, TrackedRun
+from accel_core.api.component import how_to_install
 from accel_testing import TrackerSuite
 from accel_trackers.comet_ml import CometML, experiment_key
 from accel_trackers.jsonl import read
@@ -396,4 +397,4 @@ def test_the_process_stays_as_it_was(directory, capfd):
 def test_it_is_usable_exactly_where_comet_is_installed(monkeypatch):
     assert CometML.unusable() is None
     monkeypatch.setattr("accel_trackers.service.find_spec", lambda name: None)
-    assert CometML.unusable() == "comet_ml is not installed. Type: pip install 'accel-trackers[comet]'"
+    assert CometML.unusable() == f"comet_ml is not installed. {how_to_install('accel-trackers[comet]')}"

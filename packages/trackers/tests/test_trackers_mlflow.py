@@ -15,6 +15,7 @@ from read_mlflow import read_run
 from services import needs, offline  # noqa: F401 - a fixture of every test in this module
 
 from accel_core import Table, TrackedRun
+from accel_core.api.component import how_to_install
 from accel_testing import Recorded, TrackerSuite, Written
 from accel_trackers.mlflow import MLflow
 
@@ -399,4 +400,4 @@ def test_reports_on_the_use_of_mlflow_are_off_unless_wanted(begin, monkeypatch, 
 
 def test_without_its_package_it_says_what_to_type(monkeypatch):
     monkeypatch.setattr("accel_trackers.service.find_spec", lambda name: None)
-    assert "pip install 'accel-trackers[mlflow]'" in MLflow.unusable()
+    assert how_to_install("accel-trackers[mlflow]") in MLflow.unusable()

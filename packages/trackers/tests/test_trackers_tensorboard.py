@@ -11,6 +11,7 @@ from read_tensorboard import read_events
 from services import needs, offline  # noqa: F401 - a fixture of every test in this module
 
 from accel_core import Bins, TrackedRun
+from accel_core.api.component import how_to_install
 from accel_testing import Recorded, TrackerSuite, Written
 from accel_trackers.tensorboard import TensorBoard
 
@@ -179,4 +180,4 @@ def test_an_unknown_option_of_a_record_is_named(begin, method):
 
 def test_without_its_package_it_says_what_to_type(monkeypatch):
     monkeypatch.setattr("accel_trackers.service.find_spec", lambda name: None)
-    assert "pip install 'accel-trackers[tensorboard]'" in TensorBoard.unusable()
+    assert how_to_install("accel-trackers[tensorboard]") in TensorBoard.unusable()

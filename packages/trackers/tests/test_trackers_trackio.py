@@ -12,6 +12,7 @@ from read_trackio import configuration, recorded, rows, runs
 from services import Offline, needs, offline, record  # noqa: F401 - a fixture of every test in this module
 
 from accel_core import Table, TrackedRun
+from accel_core.api.component import how_to_install
 from accel_testing import TrackerSuite
 from accel_trackers.trackio import Trackio
 
@@ -191,4 +192,4 @@ def test_the_process_stays_as_it_was(project, capfd):
 def test_it_is_usable_exactly_where_trackio_is_installed(monkeypatch):
     assert Trackio.unusable() is None
     monkeypatch.setattr("accel_trackers.service.find_spec", lambda name: None)
-    assert Trackio.unusable() == "trackio is not installed. Type: pip install 'accel-trackers[trackio]'"
+    assert Trackio.unusable() == f"trackio is not installed. {how_to_install('accel-trackers[trackio]')}"

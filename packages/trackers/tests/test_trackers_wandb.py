@@ -16,6 +16,7 @@ from read_wandb import read_runs, recorded
 from services import Offline, needs, offline, record  # noqa: F401 - a fixture of every test in this module
 
 from accel_core import Table, TrackedRun
+from accel_core.api.component import how_to_install
 from accel_testing import TrackerSuite
 from accel_trackers.wandb import WandB
 
@@ -302,4 +303,4 @@ def test_the_process_stays_as_it_was(directory):
 def test_it_is_usable_exactly_where_wandb_is_installed(monkeypatch):
     assert WandB.unusable() is None
     monkeypatch.setattr("accel_trackers.service.find_spec", lambda name: None)
-    assert WandB.unusable() == "wandb is not installed. Type: pip install 'accel-trackers[wandb]'"
+    assert WandB.unusable() == f"wandb is not installed. {how_to_install('accel-trackers[wandb]')}"

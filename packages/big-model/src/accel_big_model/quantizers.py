@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from accel_core import NotInstalledError
+from accel_core.api.component import how_to_install
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -172,6 +173,6 @@ def _engine(module: str, distribution: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         raise NotInstalledError(
-            f"load_and_quantize_model() needs {distribution}, which cannot be imported ({error}). Type: pip install "
-            f"'accel-big-model[{distribution}]'"
+            f"load_and_quantize_model() needs {distribution}, which cannot be imported ({error}). "
+            f"{how_to_install(f'accel-big-model[{distribution}]')}"
         ) from error

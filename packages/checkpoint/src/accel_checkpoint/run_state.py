@@ -21,7 +21,7 @@ import torch
 from accel_checkpoint.collective_steps import exchange
 from accel_core import CheckpointError
 from accel_core.api.checkpoint import Run, check_random_state, has_state, held_by, is_state
-from accel_core.api.component import capture_random_state
+from accel_core.api.component import capture_random_state, how_to_install
 from accel_core.api.layouts import Alias, Entry, Partial, State
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ def _state_of(unit: str, each: Any) -> Any:
 
 
 _HINTS = {
-    LOADER: "Install a loader component whose loaders have a position (pip install accel-data), or leave the loader out of "
-    "prepare().",
+    LOADER: "Prepare it by a loader component whose loaders have a position, as those of accel-data, or leave it out of prepare(). "
+    + how_to_install("accel-data"),
     SCHEDULER: "Give it these two methods, or leave it out of prepare().",
 }

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from accel_core.api.component import how_to_install
+
 TRAIN = """
 import json, sys, torch
 from accelerate import Accelerator
@@ -82,7 +84,7 @@ def test_variables_and_options_of_the_command_line_do_too(tmp_path: Path):
 @pytest.mark.parametrize(
     ("backend", "said"),
     [
-        ("TE", r'Type: pip install "accel-precision[transformer-engine]"'),
+        ("TE", how_to_install("accel-precision[transformer-engine]")),
         ("MSAMP", "MS-AMP is no longer maintained, and not offered"),
     ],
 )

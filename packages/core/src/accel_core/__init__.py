@@ -97,8 +97,9 @@ _MODULES = {name: module for module, names in _LAZY.items() for name in names.sp
 def __getattr__(name: str) -> Any:
     if name in ELSEWHERE:
         distribution = ELSEWHERE[name]
-        what = f"module {__name__!r} has no attribute {name!r}: it is in {distribution}. Type `pip install"
-        raise AttributeError(f"{what} {distribution}`, and `from {distribution.replace('-', '_')} import {name}`.")
+        what = f"module {__name__!r} has no attribute {name!r}: it is in {distribution}. Write `from"
+        how = import_module(f"{__name__}.base.installation").how_to_install(distribution)
+        raise AttributeError(f"{what} {distribution.replace('-', '_')} import {name}`. If that is missing: {how}")
     if name in ("export_weights", "load_checkpoint_in_model"):
         return _of_checkpoints(name)
     if name not in _MODULES:

@@ -12,6 +12,7 @@ import torch
 
 from accel_core.base.deprecation import level_of_the_user
 from accel_core.base.errors import PluginError
+from accel_core.base.installation import how_to_install
 from accel_core.contract.default_components import DETECTOR, RECORDER
 from accel_core.contract.hook_specs import CHECKPOINT_HOOKS
 from accel_core.contract.precision_policy import FULL, Precision
@@ -252,8 +253,8 @@ class _Asked(NamedTuple):
         if rules is not None:
             self.sections.refuse_beside("tracking", "kwargs_handlers=[TrackingKwargs(...)]")
         if asked.value in ("all", ["all"]) and not any(offer.group == "accel.trackers" for offer in self.offers):
-            what = "log_with='all' was asked for, and no tracker is installed. Type: pip install accel-trackers"
-            warnings.warn(what, stacklevel=level_of_the_user())
+            what = "log_with='all' was asked for, and no tracker is installed."
+            warnings.warn(f"{what} {how_to_install('accel-trackers')}", stacklevel=level_of_the_user())
             return [], [], None
         if asked.value in ("", [], ()):
             return [], [], None

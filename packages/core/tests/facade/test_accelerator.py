@@ -36,6 +36,7 @@ from accel_core import (
     build,
     hookimpl,
 )
+from accel_core.api.component import how_to_install
 from accel_core.plugins import offers
 
 
@@ -164,7 +165,7 @@ def test_what_is_not_installed_never_becomes_something_else_without_a_word(
 ) -> None:
     installed = [each for each in offers.list_offers() if each.distribution != package]
     monkeypatch.setattr(build, "list_offers", lambda: installed)
-    with pytest.raises(NotInstalledError, match=f"pip install {package}"):
+    with pytest.raises(NotInstalledError, match=how_to_install(package)):
         Accelerator(**{option: name}, cpu=True)  # type: ignore[arg-type]
 
 

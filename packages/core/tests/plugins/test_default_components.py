@@ -17,6 +17,7 @@ from trackers_for_tests import Listing
 import accel_core
 from accel_checkpoint import NeutralCheckpoints
 from accel_core import Accelerator, NotInstalledError, PluginError, hookimpl
+from accel_core.api.component import how_to_install
 from accel_core.loop.run import Run
 from accel_core.plugins import list_offers
 
@@ -171,7 +172,7 @@ CALLS = {
 def test_without_accel_checkpoint_a_call_says_what_to_type(without, call, tmp_path):
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(nn.Linear(1, 1))
-    expected = f"{call} needs accel-checkpoint, which is not installed. Type: pip install accel-checkpoint"
+    expected = f"{call} needs accel-checkpoint, which is not installed. {how_to_install('accel-checkpoint')}"
     with pytest.raises(NotInstalledError, match=f"^{re.escape(expected)}$"):
         CALLS[call](accelerator, model, tmp_path)
     assert not list(tmp_path.iterdir())
@@ -195,18 +196,22 @@ def test_weights_that_a_strategy_lays_out_are_gathered_by_it_too(without):
 
 def test_without_accel_diagnostics_detection_says_what_to_type(without):
     expected = (
-        "detect_nonfinite=True needs accel-diagnostics, which is not installed. Type: pip install accel-diagnostics"
+        f"detect_nonfinite=True needs accel-diagnostics, which is not installed. {how_to_install('accel-diagnostics')}"
     )
     with pytest.raises(NotInstalledError, match=f"^{re.escape(expected)}$"):
         Accelerator(cpu=True, detect_nonfinite=True)
 
 
 def test_without_accel_trackers_log_with_says_what_to_type_for_any_tracker(without):
-    expected = "log_with needs accel-trackers, which is not installed. Type: pip install accel-trackers"
+    expected = f"log_with needs accel-trackers, which is not installed. {how_to_install('accel-trackers')}"
     with pytest.raises(NotInstalledError, match=f"^{re.escape(expected)}$"):
         Accelerator(cpu=True, log_with=Listing())
     for nothing in ([], "all"):
-        with pytest.warns(match="no tracker is installed.*pip install accel-trackers") if nothing else nullcontext():
+        with (
+            pytest.warns(match=f"no tracker is installed.*{how_to_install('accel-trackers')}")
+            if nothing
+            else nullcontext()
+        ):
             accelerator = Accelerator(cpu=True, log_with=nothing)
         accelerator.init_trackers("project")
         accelerator.log({"loss": 1.0})

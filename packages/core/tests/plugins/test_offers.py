@@ -10,6 +10,7 @@ import pytest
 from fake_distributions.installed import install
 from packaging.specifiers import SpecifierSet
 
+from accel_core.api.component import how_to_install
 from accel_core.base.errors import NotInstalledError, PluginError
 from accel_core.base.vocabulary import KNOWN_PROVIDERS
 from accel_core.plugins import build, find, list_offers, passed
@@ -74,7 +75,7 @@ def test_a_known_name_that_is_not_installed_says_what_to_install(monkeypatch):
     assert said(error) == (
         "The strategy 'fsdp' was asked for, and nothing that is installed offers it. "
         "Installed: 'ddp' (accel-core 1.4.0), 'single' (accel-core 1.4.0).\n"
-        "Type: pip install accel-fsdp"
+        f"{how_to_install('accel-fsdp')}"
     )
 
 
@@ -101,7 +102,8 @@ def test_a_misspelt_name_is_answered_with_the_nearest_known_one_and_how_to_insta
         find("accel.trackers", "tensorbord")
     assert "The tracker 'tensorbord' was asked for" in said(error)
     assert "Installed: none." in said(error)
-    assert "Type 'tensorboard' if that was meant. It is not installed. Type: pip install accel-trackers." in said(error)
+    how = how_to_install("accel-trackers")
+    assert f"Type 'tensorboard' if that was meant. It is not installed. {how}." in said(error)
 
 
 def test_a_name_that_resembles_nothing_is_answered_with_the_choices(monkeypatch):
@@ -178,7 +180,7 @@ def test_a_plugin_that_needs_another_core_is_refused_before_it_is_imported(monke
     assert said(error) == (
         "The strategy 'future' was asked for, but from-the-future 5.0 needs accel-core >=99, "
         "and accel-core 1.4.0 is installed.\n"
-        "Type: pip install --upgrade from-the-future, or, to keep that one: pip install 'accel-core>=99'"
+        "Type: pip install --upgrade from-the-future; or, to keep that one, install accel-core >=99"
     )
     assert "fake_future" not in sys.modules
 
@@ -190,7 +192,7 @@ def test_a_requirement_that_cannot_be_read_is_a_misfit_and_not_a_guess(monkeypat
     with pytest.raises(PluginError) as error:
         offer.load()
     assert "accel-fsdp 0.3.0 asks for accel-core >=1!2, which cannot be compared with 1.4.0: '1!2' is no" in said(error)
-    assert "pip install --upgrade accel-fsdp" in said(error)
+    assert how_to_install("accel-fsdp", upgrade=True) in said(error)
 
 
 # Building

@@ -30,6 +30,7 @@ from accel_core import (
     hookimpl,
     place_model,
 )
+from accel_core.api.component import how_to_install
 from accel_testing import RanksFailed, run_ranks
 
 ON_TWO = Together(2)
@@ -587,7 +588,7 @@ def loader_without_a_plugin() -> str:
 
 def test_a_loader_without_a_loader_plugin_is_refused_in_a_larger_world() -> None:
     message = loader_without_a_plugin()
-    assert "all of them would read the same batches. Type `pip install accel-data`" in message
+    assert f"all of them would read the same batches. {how_to_install('accel-data')}." in message
 
 
 def a_rank_fails() -> None:

@@ -11,16 +11,21 @@ from accel_core.api.launcher import format_table
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compile the C++ operators of DeepSpeed before a run."""
-    parser = argparse.ArgumentParser(prog="accel deepspeed", description=main.__doc__)
-    commands = parser.add_subparsers(dest="command", metavar="build", required=True)
+    given = parser().parse_args(arguments)
+    return _list(given.names) if given.list else _build(given.names)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments of this command."""
+    page = argparse.ArgumentParser(prog="accel deepspeed", description=main.__doc__)
+    commands = page.add_subparsers(dest="command", metavar="build", required=True)
     text = "compile operators, one after another; without names those that Adam needs on this machine"
     command = commands.add_parser("build", help=text, description=f"{text[0].upper()}{text[1:]}.")
     command.add_argument("names", nargs="*", metavar="OPERATOR", help="such as cpu_adam; see --list")
     command.add_argument(
         "--list", action="store_true", help="say which are compiled, missing, or impossible here; compile nothing"
     )
-    given = parser.parse_args(arguments)
-    return _list(given.names) if given.list else _build(given.names)
+    return page
 
 
 def _list(names: Sequence[str]) -> int:

@@ -3,13 +3,14 @@
 An entry point names a callable, `main(arguments: Sequence[str] | None = None) -> int | None`: it
 takes what stands behind the command's name, and returns the exit status, None for 0. The first line
 of its docstring is what `accel -h` says of it. Only the command that is asked for is imported.
+A function `parser` beside it, without arguments, returns its `argparse.ArgumentParser`: shells
+complete by that.
 """
 
 from __future__ import annotations
 
 import inspect
 import os
-import shlex
 import sys
 from collections.abc import Callable, Sequence
 
@@ -62,13 +63,13 @@ def run(given: Sequence[str]) -> int:
     if name in {"", "-h", "--help"}:
         _help()
         return 0 if name else WRONG
-    if name in {"--version", "--completion"}:
-        say(_version() if name == "--version" else _completion(rest))
+    if name == "--version":
+        say(_version())
         return 0
     if name.startswith("-"):
         raise ValueError(
-            f"{name} was given, and no command. The options of accel itself are -h, --version, --traceback and "
-            f"--completion bash; those of a command stand behind its name: accel launch {name} …"
+            f"{name} was given, and no command. The options of accel itself are -h, --version and "
+            f"--traceback; those of a command stand behind its name: accel launch {name} …"
         )
     return int(_command(name)(rest) or 0)
 
@@ -90,7 +91,7 @@ def _help() -> None:
     say(f"{_USAGE}\n\nConfigures, starts and checks training runs on any number of processes and machines.\n")
     table(("command", "what it does", "from"), [_row(offer, offers) for offer in offers])
     say("\n`accel COMMAND -h` describes one command. --traceback shows where an error was raised.")
-    say("Tab completes commands in bash after: source <(accel --completion bash)")
+    say("`accel completion -h` tells how Tab completes commands in bash, zsh and fish.")
 
 
 def _row(offer: Offer, offers: Sequence[Offer]) -> tuple[str, str, str]:
@@ -109,18 +110,6 @@ def _version() -> str:
 
     names = (_OWN, "accel-core", "torch")
     return f"{', '.join(f'{name} {metadata.version(name)}' for name in names)}, Python {sys.version.split()[0]}"
-
-
-def _completion(given: Sequence[str]) -> str:
-    """A bash script that completes commands, then files. Raises `ValueError` for other shells."""
-    if list(given) != ["bash"]:
-        raise ValueError(
-            f"--completion {shlex.join(given)} was asked for, and there is one for bash: accel --completion bash. "
-            f"zsh reads it after `autoload -U bashcompinit && bashcompinit`."
-        )
-    names = " ".join(dict.fromkeys(offer.name for offer in list_offers("accel.commands")))
-    words = f'COMPREPLY=($(compgen -W "{names} --help --version" -- "${{COMP_WORDS[1]}}"))'
-    return f'_accel() {{\n  [ "$COMP_CWORD" -eq 1 ] && {words}\n}}\ncomplete -o default -F _accel accel'
 
 
 def _words(error: Exception) -> str:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from accel_core import NotInstalledError, PluginError, Precision, PrecisionPolicy, hookimpl
+from accel_core.api.component import how_to_install
 from accel_precision.fp8.capability import MXFP8_PRODUCTS, emulates, find
 from accel_precision.layer_swap import Rows32, become, has_become, revert, revert_all
 from accel_precision.layers import Conversions, Filter, Rule, size_misfit
@@ -80,8 +81,8 @@ class MXFP8(Precision):
         self._emulates: bool | None = None
         if find_spec("torchao") is None:
             raise NotInstalledError(
-                "mxfp8 was asked for, and torchao, which computes it, is not installed. Type: "
-                'pip install "accel-precision[torchao]"'
+                "mxfp8 was asked for, and torchao, which computes it, is not installed. "
+                f"{how_to_install('accel-precision[torchao]')}"
             )
 
     @property

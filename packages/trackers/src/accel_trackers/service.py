@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import Any, ClassVar
 
 from accel_core import Tracker
+from accel_core.api.component import how_to_install
 
 
 class Service(Tracker):
@@ -26,7 +27,7 @@ class Service(Tracker):
         """That the client is not installed, if so."""
         if find_spec(cls.client) is not None:
             return None
-        return f"{cls.client} is not installed. Type: pip install 'accel-trackers[{cls.extra}]'"
+        return f"{cls.client} is not installed. {how_to_install(f'accel-trackers[{cls.extra}]')}"
 
     @property
     def _module(self) -> Any:

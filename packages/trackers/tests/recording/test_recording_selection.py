@@ -10,6 +10,7 @@ import pytest
 from trackers_for_tests import Listing, Older
 
 from accel_core import LoggerType, NotInstalledError, PluginError, ProjectConfiguration, TrackingKwargs, World
+from accel_core.api.component import how_to_install
 from accel_core.api.launcher import Offer, given_outside
 from accel_core.api.tracker import Option, Sections, as_list
 from accel_trackers.recording.selection import Chosen
@@ -83,7 +84,7 @@ def test_names_objects_and_mixtures_are_chosen_in_their_order() -> None:
 
 
 def test_a_member_of_the_enumeration_stands_for_its_name() -> None:
-    with pytest.raises(NotInstalledError, match=r"'tensorboard' was asked for.*\nType: pip install accel-trackers"):
+    with pytest.raises(NotInstalledError, match=r"'tensorboard' was asked for.*\n" + how_to_install("accel-trackers")):
         chosen(LoggerType.TENSORBOARD)
     assert chosen([LoggerType.ALL]).names == chosen("all").names
     assert chosen([Enum("Loggers", {"MINE": "first"}).MINE]).names == ["first"]
@@ -127,7 +128,7 @@ def test_what_all_leaves_out_is_listed_with_its_reason(caplog: pytest.LogCapture
         ),
         (Absent(), NotInstalledError, r"Absent was passed, and cannot be used here: absent is not installed"),
         ("frist", PluginError, r"Type 'first' if that was meant"),
-        ("wandb", NotInstalledError, r"Type: pip install accel-trackers"),
+        ("wandb", NotInstalledError, how_to_install("accel-trackers")),
         ("gone", PluginError, r"some-trackers 1.0 is broken"),
         (["first", "namesake"], ValueError, r"First and Namesake, which go by the name 'first'"),
         ([First], TypeError, r"The class .*First was passed as tracker; an object of it is needed"),

@@ -43,7 +43,7 @@ _HEADER = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Estimate the memory that training a model needs on each device, by dtype and strategy."""
-    given = _parser().parse_args(arguments)
+    given = parser().parse_args(arguments)
     try:
         estimate = _estimated(given)
     except (ValueError, NotInstalledError, OSError) as error:
@@ -53,9 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return FINE
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="accel estimate-memory", description=main.__doc__, epilog=_EPILOG)
-    add = parser.add_argument
+def parser() -> argparse.ArgumentParser:
+    """The arguments of this command."""
+    page = argparse.ArgumentParser(prog="accel estimate-memory", description=main.__doc__, epilog=_EPILOG)
+    add = page.add_argument
     add("model_name", metavar="MODEL", help="a folder, a config.json, module:callable, or a name on the hub")
     add("--library_name", "--library-name", choices=("transformers",), help="which library knows the model")
     add(
@@ -92,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
         help="execute code that comes with a model on the hub",
     )
     add("--json", action="store_true", help="print JSON: all sizes in bytes, and the formulas")
-    return parser
+    return page
 
 
 def _estimated(given: argparse.Namespace) -> MemoryEstimate:

@@ -25,6 +25,7 @@ from accel_checkpoint.files.stored import is_hash, is_size
 from accel_checkpoint.weights.tensor_files import temporary_for
 from accel_checkpoint.words import listed
 from accel_core import CheckpointError
+from accel_core.api.component import how_to_install
 
 NAME = "manifest.json"
 FORMAT = "accel-checkpoint"
@@ -207,7 +208,9 @@ def _members(content: bytes) -> dict[str, Any] | Flaw:
     version = members.get("version")
     if type(version) is int and version > VERSION:
         known = f"its format has version {version}, and this one reads up to {VERSION}"
-        return Flaw("newer", f"was written by a newer accel-core: {known}. Type pip install --upgrade accel-core")
+        return Flaw(
+            "newer", f"was written by a newer accel-core: {known}. {how_to_install('accel-core', upgrade=True)}"
+        )
     return members
 
 

@@ -37,19 +37,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from accel_checkpoint.importing import command
 
         return command.main(given[1:])
-    epilog = "`accel checkpoint import SOURCE TARGET` makes one of a checkpoint of another library; `-h` behind `import` says more."
-    parser = argparse.ArgumentParser(prog="accel checkpoint", description=main.__doc__, epilog=epilog)
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="a checkpoint, or a folder of checkpoint_<n>")
-    parser.add_argument("--verify", action="store_true", help="read everything, and check every hash")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    asked = parser.parse_args(given)
+    asked = parser().parse_args(given)
     try:
-        answer, text, status = (_verified if asked.verify else _described)(asked.folder)
+        answer, text, status = _verified(asked.folder) if asked.verify else _described(asked.folder, asked.record)
     except (CheckpointError, OSError) as error:
         print(error, file=sys.stderr)  # noqa: T201
         return NO_ANSWER
     print(json.dumps(answer, indent=2, allow_nan=False) if asked.json else text)  # noqa: T201
     return status
+
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments of this command."""
+    epilog = "`accel checkpoint import SOURCE TARGET` makes one of a checkpoint of another library; `-h` behind `import` says more."
+    page = argparse.ArgumentParser(prog="accel checkpoint", description=main.__doc__, epilog=epilog)
+    page.add_argument("folder", type=Path, metavar="FOLDER", help="a checkpoint, or a folder of checkpoint_<n>")
+    page.add_argument("--verify", action="store_true", help="read everything, and check every hash")
+    page.add_argument("--record", action="store_true", help="show all that was recorded of the run and its settings")
+    page.add_argument("--json", action="store_true", help="print JSON, with the record")
+    return page
 
 
 _Answer = tuple[Mapping[str, Any], str, int]
@@ -80,10 +86,10 @@ def _listed(folder: Path, number: int) -> dict[str, Any]:
     return {**row, "state": found.kind, "reason": f"{folder} {found.found}"}
 
 
-def _described(folder: Path) -> _Answer:
+def _described(folder: Path, record: bool = False) -> _Answer:
     if not _is_root(folder):
         content = describe(folder)
-        return content, _description(content), FINE
+        return content, _description(content, record), FINE
     rows = list_checkpoints(folder)
     sizes = [_bytes(row["bytes"]) if "bytes" in row else "-" for row in rows]
     cells = [
@@ -94,7 +100,8 @@ def _described(folder: Path) -> _Answer:
     return {"checkpoints": rows}, text, FINE
 
 
-def _description(content: Mapping[str, Any]) -> str:
+def _description(content: Mapping[str, Any], record: bool) -> str:
+    """The facts of a checkpoint; the record of the run, which fills a screen, only if it is asked for."""
     world = content["record"].get("world", "not recorded")
     facts = {
         "checkpoint": content["folder"],
@@ -102,8 +109,9 @@ def _description(content: Mapping[str, Any]) -> str:
         "created": content["created"],
         "world": world["size"] if isinstance(world, dict) and "size" in world else world,
         "size": f"{_bytes(content['bytes'])}, {len(content['files'])} files with tensors",
-        "record": json.dumps(content["record"], indent=2, ensure_ascii=False),
     }
+    if record:
+        facts["record"] = json.dumps(content["record"], indent=2, ensure_ascii=False)
     return "\n".join(f"{name:<12}{value}" for name, value in facts.items())
 
 

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from accel_compat.plugins.variables import fill, flag, variable
 from accel_core import NotInstalledError
+from accel_core.api.component import how_to_install
 
 if TYPE_CHECKING:
     from torch import nn
 
     from accel_core import Strategy
 
-MISSING = "accel-deepspeed is not installed. Type: pip install accel-deepspeed"
+MISSING = f"accel-deepspeed is not installed. {how_to_install('accel-deepspeed')}"
 _PREFIX = "ACCELERATE_DEEPSPEED_"
 _KEYS = {
     "gradient_accumulation_steps": "gradient_accumulation_steps",

@@ -22,10 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Scripts are read, and never run. The exit status is 1 if there is anything.
     """
-    parser = argparse.ArgumentParser(prog="accel doctor", description=main.__doc__)
-    parser.add_argument("scripts", nargs="+", type=Path, metavar="SCRIPT", help="a file of Python")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    given = parser.parse_args(arguments)
+    given = parser().parse_args(arguments)
     found = {path: check(path.read_text(encoding="utf-8"), str(path)) for path in given.scripts}
     if given.json:
         rows = [{"file": str(path), **each._asdict()} for path, findings in found.items() for each in findings]
@@ -34,6 +31,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for path, findings in found.items():
             print(text(path, findings))  # noqa: T201
     return int(any(found.values()))
+
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments of this command."""
+    page = argparse.ArgumentParser(prog="accel doctor", description=main.__doc__)
+    page.add_argument("scripts", nargs="+", type=Path, metavar="SCRIPT", help="a file of Python")
+    page.add_argument("--json", action="store_true", help="print JSON")
+    return page
 
 
 def check(source: str, name: str = "script") -> list[Finding]:

@@ -1,6 +1,7 @@
 """Names for all components: class overrides, nested structures, seeds, random state, messages."""
 
 from accel_core.base.class_override import ClassOverride, overridden_class, override_class, restore_class
+from accel_core.base.installation import how_to_install
 from accel_core.base.nested import Tree, children_of, flatten, map_tensors, paths, rebuilt, to_device
 from accel_core.base.seeds import derive_seed, loader_seed, was_chosen
 from accel_core.base.suggestions import nearest
@@ -19,9 +20,9 @@ from accel_core.processes.random_state import (
 from accel_core.processes.watch.collective_scope import collective
 
 __all__ = [
-    "Channel", "ClassOverride", "Tree", "agree_seed", "all_gather_single", "as_rng_types", "as_sequence", "broadcast_object",
-    "capacity_for", "capture_random_state", "children_of", "collective", "derive_seed", "flatten", "gather_objects",
-    "loader_seed", "map_tensors", "memory_info", "nearest", "overridden_class", "override_class", "paths", "rebuilt",
-    "reduce_scatter_single",    "restore_class", "restore_random_state", "restored_after_first", "restored_before_first",
-    "synchronize_random_states", "to_device", "was_chosen",
+    "Channel", "ClassOverride", "Tree", "agree_seed", "all_gather_single", "as_rng_types", "as_sequence",
+    "broadcast_object", "capacity_for", "capture_random_state", "children_of", "collective", "derive_seed", "flatten",
+    "gather_objects", "how_to_install", "loader_seed", "map_tensors", "memory_info", "nearest", "overridden_class",
+    "override_class", "paths", "rebuilt", "reduce_scatter_single", "restore_class", "restore_random_state",
+    "restored_after_first", "restored_before_first", "synchronize_random_states", "to_device", "was_chosen",
 ]  # fmt: skip

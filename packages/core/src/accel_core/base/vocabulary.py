@@ -70,6 +70,12 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
 """Names that scripts look for in the core, and that are in the package of another distribution: name → distribution."""
 
 
+_FOLDERS = {"deepspeed": "deepspeed-plugin", "fsdp": "fsdp-plugin"}
+_PACKAGES = "all big-model checkpoint compat core data deepspeed diagnostics fsdp launch precision testing trackers"
+UNPUBLISHED: Mapping[str, str] = MappingProxyType({f"accel-{n}": _FOLDERS.get(n, n) for n in _PACKAGES.split()})
+"""Distributions of this repository that no package index has yet, with their folders in `packages`. What is published leaves."""
+
+
 class OlderArguments(TypedDict, total=False):
     """Older arguments of the Accelerator, for type checkers; no `<name>_plugin` of others."""
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_core.base.errors import NotInstalledError
+from accel_core.base.installation import how_to_install
 from accel_core.contract.default_components import CHECKPOINTS
 from accel_core.contract.hook_specs import hookimpl
 from accel_core.contract.strategy import Layout
@@ -43,7 +44,7 @@ class CoreDefaults:
         if shard.count > 1:
             raise NotInstalledError(
                 f"prepare() was given a {type(loader).__name__} on {shard.count} data-parallel ranks, but no loader plugin is installed, so "
-                f"all of them would read the same batches. Type `pip install accel-data`."
+                f"all of them would read the same batches. {how_to_install('accel-data')}."
             )
         return prepare_local_loader(loader, feed, device)
 

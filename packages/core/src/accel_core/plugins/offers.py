@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any, Literal, NamedTuple, cast
 
 from accel_core.base.errors import NotInstalledError, PluginError
+from accel_core.base.installation import how_to_install
 from accel_core.base.suggestions import nearest
 from accel_core.base.vocabulary import KNOWN_PROVIDERS
 
@@ -78,8 +79,8 @@ class Offer:
         """Imports the component's factory. `PluginError` for a wrong core or a failed import."""
         asked = f"The {self.noun} {self.name!r} was asked for, but"
         if (misfit := self.misfit()) is not None:
-            what = f"{asked} {misfit}.\nType: pip install --upgrade {self.distribution}, or, to keep that one:"
-            raise PluginError(f"{what} pip install '{CORE}{self.core}'")
+            newer = how_to_install(self.distribution, upgrade=True)
+            raise PluginError(f"{asked} {misfit}.\n{newer}; or, to keep that one, install {CORE} {self.core}")
         try:
             factory = metadata.EntryPoint(self.name, self.value, self.group).load()
             if not callable(factory):
@@ -87,7 +88,7 @@ class Offer:
         except (Exception, SystemExit) as error:
             raise PluginError(
                 f"{asked} {self.provider} is broken: {self.value} could not be imported: {type(error).__name__}: {error}.\n"
-                f"Type: pip install --upgrade {self.distribution}, or choose another {self.noun}. {SHOW_ALL}"
+                f"{how_to_install(self.distribution, upgrade=True)}, or choose another {self.noun}. {SHOW_ALL}"
             ) from error
         return cast("Callable[..., Any]", factory)
 
@@ -144,7 +145,7 @@ def find_default(group: Group, name: str, call: str, offers: Sequence[Offer] | N
 
 def how_to_get(provider: str | None) -> str:
     """Advice for a component not installed; no full stop. `provider`: as `KNOWN_PROVIDERS`."""
-    return "No package offers it yet: choose another" if provider is None else f"Type: pip install {provider}"
+    return "No package offers it yet: choose another" if provider is None else how_to_install(provider)
 
 
 def _not_found(group: Group, name: str, installed: Sequence[Offer]) -> PluginError:

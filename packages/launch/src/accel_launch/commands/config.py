@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -15,6 +16,7 @@ from accel_core.api.launcher import to_data, variable_of
 from accel_launch.commands.launch import CONFIG_FILE, HELP, resolve_line
 from accel_launch.errors import SettingsError
 from accel_launch.output import GOOD, say, table, warn
+from accel_launch.settings import completion
 from accel_launch.settings.catalog import Catalog
 from accel_launch.settings.command_line import CommandLine, Switch, parse
 from accel_launch.settings.files import chosen_path, load, own_path, write
@@ -57,6 +59,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     _check_operands(name, part, command_line)
     return part.run(command_line, catalog)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The subcommands and their options, for scripts that complete them."""
+    page = completion.switch_parser("accel config", PARTS[""].switches, "")
+    commands = page.add_subparsers()
+    for name, part in PARTS.items():
+        make = completion.run_parser if part.takes_options else completion.switch_parser
+        if name:
+            of = make(f"accel config {name}", part.switches, part.operand and "file")
+            commands.add_parser(name, help=part.about, parents=[of], conflict_handler="resolve")
+    return page
 
 
 def _help(name: str, part: Part, catalog: Catalog, command_line: CommandLine) -> None:
@@ -119,8 +133,14 @@ def _show(command_line: CommandLine, catalog: Catalog) -> int:
     resolved = resolve_line(command_line, catalog)
     if command_line.switch("json"):
         say(json.dumps(as_data(resolved), indent=2))
-    else:
-        table(("option", "value", "source"), rows(resolved))
+        return 0
+    shown = rows(resolved, defaults=command_line.switch("all"))
+    if shown:
+        table(("option", "value", "source"), shown)
+    if left_out := len(rows(resolved)) - len(shown):
+        say(
+            f"{left_out} {'more ' if shown else ''}options have their defaults. `accel config show --all` lists them, too."
+        )
     return 0
 
 
@@ -193,8 +213,13 @@ PARTS: Mapping[str, Part] = {
     ),
     "show": Part(
         _show,
-        {"json": Switch("print JSON, for programs"), "config_file": CONFIG_FILE, "help": HELP},
-        "Shows every option, its value, and the source of the value; takes the options of `accel launch`.",
+        {
+            "all": Switch("show the options that have their defaults, too"),
+            "json": Switch("print every option as JSON, for programs"),
+            "config_file": CONFIG_FILE,
+            "help": HELP,
+        },
+        "Shows the options that were given: value, and the source of the value; takes the options of `accel launch`.",
         takes_options=True,
     ),
     "validate": Part(_validate, _TO_READ, "Checks a file and lists all mistakes in it.", "[FILE]"),

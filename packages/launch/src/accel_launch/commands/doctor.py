@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -12,6 +13,7 @@ from accel_launch.commands.examination import examine
 from accel_launch.commands.launch import CONFIG_FILE, HELP
 from accel_launch.errors import SettingsError
 from accel_launch.output import BAD, mark, warn
+from accel_launch.settings import completion
 from accel_launch.settings.command_line import Switch
 
 if TYPE_CHECKING:
@@ -43,6 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if is_well is None:
         warn(f"{mark(BAD)} The examination broke off. What stands above says where.", BAD)
     return status or int(not is_well)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options, for scripts that complete them."""
+    return completion.run_parser("accel doctor", SWITCHES, "script")
 
 
 def _words(command_line: CommandLine) -> list[str]:

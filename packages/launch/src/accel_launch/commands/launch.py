@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shlex
 import sys
@@ -11,6 +12,7 @@ from types import MappingProxyType
 from accel_core.api.launcher import CHANNEL, masked_words
 from accel_launch.errors import SettingsError
 from accel_launch.output import say, table, warn
+from accel_launch.settings import completion
 from accel_launch.settings.catalog import Catalog
 from accel_launch.settings.command_line import CommandLine, Switch, parse
 from accel_launch.settings.files import load
@@ -51,6 +53,11 @@ def main(arguments: Sequence[str] | None = None, variables: Mapping[str, str] = 
         return _show(resolved, _program(command_line) if command_line.rest else None)
     program = _program(command_line)
     return run(resolved, program, variables, stays=stays)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options, for scripts that complete them."""
+    return completion.run_parser("accel launch", SWITCHES, "script")
 
 
 def resolve_line(command_line: CommandLine, catalog: Catalog) -> Resolved:

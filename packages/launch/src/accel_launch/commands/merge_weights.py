@@ -15,7 +15,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Write the weights of a checkpoint as safetensors files, which any library loads."""
     from accel_core import export_weights
 
-    given = _parser().parse_args(arguments)
+    given = parser().parse_args(arguments)
     with _progress() as report:
         options = {"model": given.model, "overwrite": given.force, "report": report}
         written = export_weights(given.checkpoint, given.output, given.max_shard_size, **options)
@@ -25,18 +25,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="accel merge-weights", description=main.__doc__)
+def parser() -> argparse.ArgumentParser:
+    """The arguments of this command."""
+    page = argparse.ArgumentParser(prog="accel merge-weights", description=main.__doc__)
     about = (
         "a folder of save_state, whatever strategy and number of processes saved it; or weights in one file or in parts"
     )
-    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=about)
-    parser.add_argument("output", type=Path, metavar="OUTPUT", help="the directory for model.safetensors")
+    page.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=about)
+    page.add_argument("output", type=Path, metavar="OUTPUT", help="the directory for model.safetensors")
     about = "of one file: 5GB is 5 * 10^9 bytes, 5GiB 5 * 2^30 (5GB)"
-    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help=about)
-    parser.add_argument("--model", type=int, metavar="N", help="which one of a checkpoint that holds several")
-    parser.add_argument("--force", action="store_true", help="replace weights that are in OUTPUT")
-    return parser
+    page.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help=about)
+    page.add_argument("--model", type=int, metavar="N", help="which one of a checkpoint that holds several")
+    page.add_argument("--force", action="store_true", help="replace weights that are in OUTPUT")
+    return page
 
 
 @contextmanager

@@ -14,9 +14,7 @@ _COLUMNS = ("group", "name", "distribution", "version", "state")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """List the installed strategies, precisions, loaders, trackers and commands; test that each loads."""
-    parser = argparse.ArgumentParser(prog="accel plugins", description=main.__doc__)
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    given = parser.parse_args(arguments)
+    given = parser().parse_args(arguments)
     offers = list_offers()
     rows = [
         (offer.group, offer.name, offer.distribution, offer.version, offer_state(offer, offers, load=True))
@@ -27,3 +25,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         table(_COLUMNS, rows)
     return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments of this command."""
+    page = argparse.ArgumentParser(prog="accel plugins", description=main.__doc__)
+    page.add_argument("--json", action="store_true", help="print JSON")
+    return page

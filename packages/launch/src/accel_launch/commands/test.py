@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +11,7 @@ from accel_launch.commands.examination import examine
 from accel_launch.commands.launch import CONFIG_FILE, HELP
 from accel_launch.errors import SettingsError
 from accel_launch.output import BAD, mark, say
+from accel_launch.settings import completion
 from accel_launch.settings.command_line import Switch
 
 if TYPE_CHECKING:
@@ -33,6 +35,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if works is None and status:
         say(f"{mark(BAD)} This set-up does not work: the check broke off. What stands above says where.", BAD)
     return status if works is None else int(not works)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options, for scripts that complete them."""
+    return completion.run_parser("accel test", SWITCHES, "")
 
 
 def _words(command_line: CommandLine) -> list[str]:

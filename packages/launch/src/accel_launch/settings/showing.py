@@ -13,10 +13,14 @@ if TYPE_CHECKING:
 NO_EFFECT = "(no effect: not chosen)"
 
 
-def rows(resolved: Resolved) -> list[tuple[str, str, str]]:
-    """Option, value and source of everything; last, the values given for unchosen components."""
+def rows(resolved: Resolved, *, defaults: bool = True) -> list[tuple[str, str, str]]:
+    """Option, value and source; last, the values given for unchosen components.
+
+    Without `defaults` only of what was given.
+    """
+    shown = [each for each in resolved.values if defaults or (each.section, each.option) in resolved.given]
     return [
-        *((value.key, _text(value), value.source) for value in resolved.values),
+        *((value.key, _text(value), value.source) for value in shown),
         *((value.key, _text(value), f"{value.source} {NO_EFFECT}") for value in resolved.idle),
     ]
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from accel_core import KwargsHandler, NotInstalledError, Precision, PrecisionPolicy, hookimpl
+from accel_core.api.component import how_to_install
 from accel_precision.fp8.capability import FP8_PRODUCTS, emulates, find
 from accel_precision.fp8.recipes import (
     AORecipeKwargs,
@@ -215,8 +216,8 @@ def choose_backend(
     wanted = asked or implied or next((backend for backend in _EXTRAS if installed(backend)), None) or "torchao"
     if not installed(wanted):
         raise NotInstalledError(
-            f"fp8 was asked for, with the back end {wanted!r}, which is not installed. Type: "
-            f'pip install "accel-precision[{_EXTRAS[wanted]}]"'
+            f"fp8 was asked for, with the back end {wanted!r}, which is not installed. "
+            f"{how_to_install(f'accel-precision[{_EXTRAS[wanted]}]')}"
         )
     return wanted
 

@@ -1,0 +1,40 @@
+"""Lists the licences of everything that is installed here, and fails on one that a user of the packages could not accept.
+
+python release/check_licences.py
+"""
+
+from __future__ import annotations
+
+import re
+from importlib import metadata
+
+REFUSED = re.compile(
+    r"\b(AGPL|(?<!L)GPL|SSPL|BUSL|proprietary)\b|Affero|(?<!Lesser )General Public License", re.IGNORECASE
+)
+"""Licences whose conditions would reach what is built on the packages, and those that forbid uses."""
+
+
+def licence_of(distribution: metadata.Distribution) -> str:
+    """What its metadata say: the expression, else the classifiers, else the first line of the old field."""
+    about = distribution.metadata
+    classified = [
+        each.rpartition(" :: ")[2] for each in about.get_all("Classifier") or [] if each.startswith("License ::")
+    ]
+    return about["License-Expression"] or ", ".join(classified) or (about["License"] or "").partition("\n")[0]
+
+
+def is_refused(licence: str) -> bool:
+    """Whether none of the licences to choose from will do."""
+    return all(REFUSED.search(each) for each in re.split(r",| OR ", licence))
+
+
+def main() -> None:
+    found = {each.metadata["Name"]: licence_of(each) for each in metadata.distributions()}
+    for name, licence in sorted(found.items(), key=lambda pair: pair[0].lower()):
+        print(f"{name:<32}{licence or 'nothing said'}")
+    if refused := [f"{name}: {licence}" for name, licence in found.items() if is_refused(licence)]:
+        raise SystemExit("Not for everybody: " + "; ".join(refused))
+
+
+if __name__ == "__main__":
+    main()
