@@ -1,0 +1,84 @@
+"""Weights of Megatron-core GPT models as folders that transformers loads."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accel_checkpoint import WeightGather, write_weights
+from accel_core import World
+from accel_megatron.conversion.building import sizes_of
+from accel_megatron.conversion.comparison import check_same
+from accel_megatron.conversion.named_tensors import Place, shared_state
+from accel_megatron.conversion.offers import find_family
+from accel_megatron.conversion.settings import settings_of
+
+
+def to_transformers(
+    model: Any,
+    folder: str | os.PathLike[str],
+    *,
+    config: Any = None,
+    ignore: Iterable[str] = (),
+    max_shard_size: int | str = "5GB",
+) -> None:
+    """Writes config.json and weights for `AutoModelForCausalLM.from_pretrained(folder)`. A collective.
+
+    The main process puts one tensor after another together, in CPU memory, and writes safetensors:
+    one file, or parts and their index. A save that fails leaves the weights that were there.
+    Tokenizers and settings of generation are not written: copy them from where they are.
+
+    Args:
+        model: the GPTModel of this rank, the chunks of a virtual pipeline in a list, or what
+            wraps them.
+        folder: made if it does not exist; weights and config.json in it are replaced.
+        config: the configuration of transformers to write; None: that of `from_transformers`.
+        ignore: as for `from_transformers`.
+        max_shard_size: of one file: bytes, or a text such as "5GB".
+
+    Raises:
+        ValueError: if there is no configuration, or if it says other than the model, on every rank.
+        PluginError, CheckpointError: as for `from_transformers`.
+        OSError: of the main process's disk, on every rank.
+    """
+    models = [_unwrapped(each) for each in (model if isinstance(model, (list, tuple)) else [model])]
+    config = config or getattr(models[0], "transformers_config", None)
+    if config is None:
+        raise ValueError(
+            "to_transformers() writes a configuration beside the weights, but this model was not built by from_transformers(), and "
+            "has none. Pass it: to_transformers(model, folder, config=LlamaConfig(...))."
+        )
+    family = find_family(config.model_type)
+    settings, world, place = settings_of(family, config.to_dict(), ignore), World.current(), Place.current()
+    check_same(settings, models[0])
+    sizes = sizes_of(models[0], settings["vocab_size"])
+    state = shared_state(family, models, place, sizes, world, settings["share_embeddings_and_output_weights"])
+    gathering = WeightGather(state, world)
+    dtype = next(iter(models[0].parameters())).dtype
+
+    def write() -> None:
+        write_weights(gathering, folder, max_shard_size)
+        _write_config(config, Path(folder), dtype)
+
+    gathering.together("to_transformers()", write)
+
+
+def _unwrapped(model: Any) -> Any:
+    while isinstance(getattr(model, "module", None), torch.nn.Module):
+        model = model.module
+    return model
+
+
+def _write_config(config: Any, folder: Path, dtype: torch.dtype) -> None:
+    from transformers import AutoModelForCausalLM
+
+    written = copy.deepcopy(config)
+    written.dtype = dtype
+    written.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
+    written.save_pretrained(folder)
+
