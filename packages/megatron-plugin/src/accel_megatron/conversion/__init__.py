@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from accel_megatron.conversion.building import from_transformers
 from accel_megatron.conversion.exporting import to_transformers
+from accel_megatron.conversion.offers import find_family
 from accel_megatron.conversion.table import ROPE, Family, Row
 
-__all__ = ["ROPE", "Family", "Row", "from_transformers", "to_transformers"]
+__all__ = ["ROPE", "Family", "Row", "find_family", "from_transformers", "to_transformers"]

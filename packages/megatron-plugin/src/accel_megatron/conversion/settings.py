@@ -77,6 +77,8 @@ def _rope(name: str, value: Mapping[str, Any]) -> Settings:
         raise ValueError(f"{name}={value!r} (it should have 'rope_type' and 'rope_theta', as in transformers 5)")
     rest = {key: number for key, number in value.items() if number is not None}
     kind = rest.pop("rope_type")
+    if rest.get("partial_rotary_factor") == 1.0:
+        del rest["partial_rotary_factor"]
     settings: Settings = {"rotary_base": rest.pop("rope_theta")}
     if kind == "linear":
         settings["seq_len_interpolation_factor"] = rest.pop("factor")
