@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    import megatron.core.models.gpt
+    import megatron.core.models.gpt  # noqa: F401  (all of it, before anything is changed)
     import megatron.core.tensor_parallel.random as megatron_random
 
 CPU = torch.device("cpu")
@@ -40,7 +40,11 @@ class _OnCPU(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         device = kwargs.get("device")
-        if isinstance(device, (str, int)) and not isinstance(device, bool) and str(device).partition(":")[0] in {"cuda", "0"}:
+        if (
+            isinstance(device, (str, int))
+            and not isinstance(device, bool)
+            and str(device).partition(":")[0] in {"cuda", "0"}
+        ):
             kwargs = {**kwargs, "device": CPU}
         if function is torch.Tensor.type and len(args) == 1 and not kwargs:
             caller = sys._getframe(1).f_globals.get("__name__", "")

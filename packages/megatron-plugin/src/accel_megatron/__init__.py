@@ -1,6 +1,6 @@
 """Megatron-core under accel-core: tensor, sequence, pipeline, context and expert parallelism.
 
-    Accelerator(strategy=Megatron(tensor_parallel=2, pipeline_parallel=2))
+Accelerator(strategy=Megatron(tensor_parallel=2, pipeline_parallel=2))
 """
 
 from __future__ import annotations

@@ -1,0 +1,117 @@
+"""From a factory to stages, and from those to an engine; what does not fit is refused before."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from accel_checkpoint import load_weights, on_each_rank
+from accel_core import place_model
+from accel_core.api.strategy import check_alike
+from accel_megatron.layouts import parts_of
+from accel_megatron.model_engine import ModelEngine
+from accel_megatron.stages import Stages, build_chunks
+from accel_megatron.state import model_state
+from accel_megatron.validation import check_config, check_models
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from accel_core import PrepareRequest, World
+    from accel_megatron.options import Options
+    from accel_megatron.parallel_groups import Sizes
+
+
+def build(
+    factory: Callable[..., nn.Module], checkpoint: Path | None, world: World, sizes: Sizes, options: Options
+) -> nn.Module:
+    """This rank's stages of a model; the model itself, if there is no pipeline. A collective."""
+    from megatron.core import parallel_state
+
+    seed(world)
+    settings = {**sizes.settings(), "sequence_parallel": options.sequence_parallel}
+    if sizes.pipeline > 1:
+        settings["pipeline_dtype"] = torch.float32
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+
+    def made() -> nn.Module:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            chunks = build_chunks(factory, settings, rank, sizes.pipeline, sizes.virtual)
+        check_models(chunks, sizes, options)
+        return chunks[0] if sizes.pipeline == 1 else Stages(chunks)
+
+    model = on_each_rank(world, "for a model to be built", made)
+    if isinstance(model, Stages):
+        model.exchange(world)
+    if checkpoint is not None:
+        on_each_rank(
+            world, "for weights to be read", lambda: load_weights(model_state(model), checkpoint, type(model).__name__)
+        )
+    return model
+
+
+def seed(world: World) -> None:
+    """Gives all ranks the seed of rank 0, and tensor-parallel ranks streams of their own beside it."""
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    told = torch.tensor([torch.initial_seed() % 2**31], device=world.device)
+    if world.size > 1:
+        dist.broadcast(told, src=0)
+    model_parallel_cuda_manual_seed(int(told), force_reset_rng=True)
+
+
+def prepare(
+    model: nn.Module, request: PrepareRequest, world: World, sizes: Sizes, options: Options
+) -> ModelEngine | None:
+    """Places a model, and makes its engine; None for one that is not trained. A collective."""
+    chunks = list(model.chunks) if isinstance(model, Stages) else [model]
+    trains = not request.evaluation and any(parameter.requires_grad for parameter in model.parameters())
+    if trains:
+        on_each_rank(world, "for a model to be checked", lambda: check_models(chunks, sizes, options))
+        if sizes.tensor == sizes.pipeline == sizes.expert == 1:
+            check_alike(model, world)
+    for chunk in chunks:
+        place_model(chunk, request)
+    if not trains:
+        return None
+    on_each_rank(world, "for dtypes to be checked", lambda: check_config(model, request, options))
+    parts = [part for chunk in chunks for part in parts_of(chunk)]
+    config = config_of(chunks[0])
+    if sizes.pipeline > 1:
+        config.pipeline_dtype = request.policy.output or next(model.parameters()).dtype
+    made = [chunk if hasattr(chunk, "set_input_tensor") else Plain(chunk) for chunk in chunks]
+    return ModelEngine(made, parts, config, options)
+
+
+def config_of(chunk: Any) -> Any:
+    """Megatron's configuration of a model; one without effect for a module that is not Megatron's."""
+    from megatron.core.transformer import TransformerConfig
+
+    found = getattr(chunk, "config", None)
+    if isinstance(found, TransformerConfig):
+        return found
+    return TransformerConfig(num_layers=1, hidden_size=1, num_attention_heads=1)
+
+
+class Plain(nn.Module):
+    """A module that is not Megatron's, with what its schedules ask of a model."""
+
+    def __init__(self, module: nn.Module) -> None:
+        from megatron.core.enums import ModelType
+
+        super().__init__()
+        self.module = module
+        self.model_type = ModelType.encoder_or_decoder
+
+    def set_input_tensor(self, _: Sequence[torch.Tensor | None]) -> None:
+        """Nothing comes from another stage."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module."""
+        return self.module(*args, **kwargs)

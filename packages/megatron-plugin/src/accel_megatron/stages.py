@@ -1,0 +1,124 @@
+"""The stages of a pipeline on one rank, as one module with the names of the whole model."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import nn
+
+from accel_core.api.component import gather_objects
+from accel_megatron.layouts import parts_of
+
+if TYPE_CHECKING:
+    from accel_core import World
+
+
+class Stages(nn.Module):
+    """A rank's stages of a model, made by `accelerator.build_model`.
+
+    Parameters have their names in the whole model: `decoder.layers.7.…` also where it is the first
+    layer of its stage. A stage takes activations from the one before, so it cannot be called:
+    `accelerator.forward_backward(model, micro_batches, loss_fn)` runs all of them.
+
+    Args:
+        chunks: the stages, in order; several if they are interleaved.
+    """
+
+    def __init__(self, chunks: list[nn.Module]) -> None:
+        super().__init__()
+        self.chunks = nn.ModuleList(chunks)
+        self._names: dict[str, str] = {}
+        self._layers: dict[str, str] = {}  # prefixes, for buffers and what else has no declaration of its own
+        for number, chunk in enumerate(chunks):
+            for part in parts_of(chunk):
+                local = f"chunks.{number}.{part.local}"
+                self._names[local] = part.name
+                if ".layers." in local and ".layers." in part.name:
+                    self._layers[_layer(local)] = _layer(part.name)
+
+        self.order: list[tuple[str, tuple[int, ...] | None, torch.dtype | None]] = []
+
+    def exchange(self, world: World) -> None:
+        """Learns what all stages have: names, whole shapes (None: no tensor), dtypes. A collective."""
+        own: dict[str, tuple[tuple[int, ...] | None, torch.dtype | None]] = {}
+        for number, chunk in enumerate(self.chunks):
+            shapes = {part.local: part.extent.shape for part in parts_of(chunk)}
+            for local, value in chunk.state_dict(keep_vars=True).items():
+                is_tensor = isinstance(value, torch.Tensor)
+                shape = shapes.get(local, tuple(value.shape) if is_tensor else None)
+                own.setdefault(self.named(f"chunks.{number}.{local}"), (shape, value.dtype if is_tensor else None))
+        known: dict[str, tuple[tuple[int, ...] | None, torch.dtype | None]] = {}
+        for stage in gather_objects([own], world):
+            for name, form in stage.items():
+                known.setdefault(name, form)
+        self.order = [(name, *form) for name, form in known.items()]
+
+    @property
+    def config(self) -> Any:
+        """Megatron's configuration of the model."""
+        return self.chunks[0].config
+
+    def forward(self, *_: Any, **__: Any) -> NoReturn:
+        """Raises `RuntimeError`."""
+        raise RuntimeError(
+            "model(batch) was called, but this rank has a stage of a pipeline, which takes activations and no batches. Call "
+            "accelerator.forward_backward(model, micro_batches, loss_fn), inside torch.no_grad() for an evaluation."
+        )
+
+    def named_parameters(  # type: ignore[override]
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters by their names in the whole model."""
+        before = f"{prefix}." if prefix else ""
+        for name, parameter in super().named_parameters("", recurse, remove_duplicate):
+            yield before + self.named(name), parameter
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """This rank's part, by the names in the whole model."""
+        state = super().state_dict(*args, **kwargs)
+        for name in list(state):
+            state[self.named(name)] = state.pop(name)
+        return state
+
+    def named(self, name: str) -> str:
+        """The name in the whole model of `chunks.<number>.<name in the stage>`."""
+        if name in self._names:
+            return self._names[name]
+        prefix = _layer(name) if ".layers." in name else ""
+        return self._layers[prefix] + name[len(prefix) :] if prefix in self._layers else name.split(".", 2)[2]
+
+
+def _layer(name: str) -> str:
+    """The name up to the number of a layer, with its dot."""
+    before, _, after = name.partition(".layers.")
+    return f"{before}.layers.{after.split('.', 1)[0]}."
+
+
+def build_chunks(
+    factory: Callable[..., nn.Module], settings: Mapping[str, Any], rank: int, stages: int, virtual: int | None
+) -> list[nn.Module]:
+    """Calls the factory for each stage of this rank.
+
+    It is given those of `parallel` (arguments for its `TransformerConfig`), `pre_process`,
+    `post_process` and `vp_stage` that it takes.
+    """
+    count, last = virtual or 1, (virtual or 1) - 1
+    return [
+        _call(
+            factory,
+            parallel=dict(settings),
+            pre_process=rank == 0 and number == 0,
+            post_process=rank == stages - 1 and number == last,
+            vp_stage=None if virtual is None else number,
+        )
+        for number in range(count)
+    ]
+
+
+def _call(factory: Callable[..., nn.Module], **offered: Any) -> nn.Module:
+    parameters = inspect.signature(factory).parameters
+    takes_all = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+    return factory(**{name: value for name, value in offered.items() if takes_all or name in parameters})

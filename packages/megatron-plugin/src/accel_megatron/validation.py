@@ -1,0 +1,71 @@
+"""What does not fit Megatron's arrangement of processes, refused before a model is built or trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from accel_core import PrepareRequest
+    from accel_megatron.options import Options
+    from accel_megatron.parallel_groups import Sizes
+
+
+def check_models(chunks: Iterable[nn.Module], sizes: Sizes, options: Options) -> None:
+    """Raises `ValueError` for stages that are not Megatron's, or were built for other sizes."""
+    for chunk in chunks:
+        _check_model(chunk, sizes, options)
+
+
+def _check_model(chunk: nn.Module, sizes: Sizes, options: Options) -> None:
+    from megatron.core.transformer import TransformerConfig
+
+    config: Any = getattr(chunk, "config", None)
+    if not (isinstance(config, TransformerConfig) and hasattr(chunk, "sharded_state_dict")):
+        if sizes.tensor == sizes.pipeline == sizes.expert == 1:
+            return
+        raise ValueError(
+            f"{type(chunk).__name__} was prepared under Megatron with {sizes.describe()}, but it is none of Megatron-core's models, whose "
+            f"layers can be shared out. Build one, a GPTModel say, in accelerator.build_model(factory); or use FSDP(tensor_parallel=n)."
+        )
+    wanted = {**sizes.settings(), "sequence_parallel": options.sequence_parallel}
+    other = [f"{name}={getattr(config, name)!r}" for name, value in wanted.items() if getattr(config, name) != value]
+    if other:
+        raise ValueError(
+            f"The TransformerConfig of {type(chunk).__name__} says {', '.join(other)}, and the strategy "
+            f"{', '.join(f'{name}={wanted[name]!r}' for name in (each.partition('=')[0] for each in other))}. Build the model in "
+            f"accelerator.build_model(factory), and give its config what factory(parallel) is given: TransformerConfig(..., **parallel)."
+        )
+    if config.calculate_per_token_loss:
+        raise ValueError(
+            "TransformerConfig(calculate_per_token_loss=True) was given, but accelerator.forward_backward weighs tokens over all ranks by "
+            "itself, and a plain loop takes the mean. Leave it out."
+        )
+    if config.fp8 is not None or config.fp4 is not None:
+        raise ValueError(
+            "TransformerConfig(fp8=…) was given, whose scaling history no checkpoint here would keep. Leave it out."
+        )
+
+
+def check_config(model: nn.Module, request: PrepareRequest, options: Options) -> None:
+    """Raises `ValueError` for dtypes that gradients or steps would not keep."""
+    if request.policy.reduce not in (None, torch.float32):
+        raise ValueError(
+            f"The precision asks for gradients that are reduced in {request.policy.reduce}, but Megatron's buffers here are float32. Use one "
+            f"without a reduce dtype, mixed_precision='bf16' say."
+        )
+    narrow = {each.dtype for each in model.parameters() if each.requires_grad} - {torch.float32}
+    if narrow and not options.distributed_optimizer:
+        raise ValueError(
+            f"{type(model).__name__} has trained parameters of {', '.join(sorted(map(str, narrow)))}, whose gradients Megatron keeps in float32: "
+            f"an optimizer needs masters in float32 for them. Use Megatron(distributed_optimizer=True), which has them; or float32 parameters "
+            f"and mixed_precision='bf16'."
+        )
+    if narrow - {torch.bfloat16}:
+        raise ValueError(
+            f"{type(model).__name__} has trained parameters of {narrow}. Megatron trains float32 and bfloat16 here."
+        )

@@ -1,0 +1,228 @@
+"""A small GPT of Megatron-core that depends on its names alone, its data, and what ranks do with them."""
+
+from __future__ import annotations
+
+import zlib
+
+import megatron_cpu
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+
+from accel_core import Accelerator
+from accel_megatron import Megatron
+from accel_megatron.layouts import parts_of
+
+WORDS, WIDTH, HEADS, LENGTH, ROWS, MICRO = 32, 16, 4, 8, 8, 2
+SINGLE = {}
+MESHES = {
+    "tp2": (2, {"tensor_parallel": 2}),
+    "pp2": (2, {"pipeline_parallel": 2}),
+    "dp2": (2, {}),
+    "dp2+do": (2, {"distributed_optimizer": True}),
+    "tp2+sp": (2, {"tensor_parallel": 2, "sequence_parallel": True}),
+    "pp2+vp2": (2, {"pipeline_parallel": 2, "virtual_pipeline": 2}),
+    "tp2pp2": (4, {"tensor_parallel": 2, "pipeline_parallel": 2}),
+    "tp2pp2+sp": (4, {"tensor_parallel": 2, "pipeline_parallel": 2, "sequence_parallel": True}),
+    "dp2tp2+do": (4, {"tensor_parallel": 2, "distributed_optimizer": True}),
+    "dp2tp2+do+sp": (4, {"tensor_parallel": 2, "distributed_optimizer": True, "sequence_parallel": True}),
+    "dp2pp2+do": (4, {"pipeline_parallel": 2, "distributed_optimizer": True}),
+    "dp2tp2+overlap": (
+        4,
+        {
+            "tensor_parallel": 2,
+            "distributed_optimizer": True,
+            "overlap_grad_reduce": True,
+            "overlap_param_gather": True,
+        },
+    ),
+}
+
+
+class Norm(nn.LayerNorm):
+    """A layer norm that says of its parameters that each rank sees a part of the sequence; Megatron's for torch refuses that."""
+
+    def __init__(self, config, hidden_size, eps=1e-5, **_):
+        super().__init__(hidden_size, eps)
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+
+
+def gpt(parallel, pre_process=True, post_process=True, vp_stage=None, tied=True, gated=False, dropout=0.0, **options):
+    """A GPT of four layers."""
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+
+    gate = {"gated_linear_unit": True, "activation_func": nn.functional.silu} if gated else {}
+    settings = {
+        "num_layers": 4,
+        "hidden_size": WIDTH,
+        "num_attention_heads": HEADS,
+        "ffn_hidden_size": 32,
+        "use_cpu_initialization": True,
+        "attention_dropout": dropout,
+        "hidden_dropout": dropout,
+        "masked_softmax_fusion": False,
+        "bias_dropout_fusion": False,
+        "bias_activation_fusion": False,
+        "gradient_accumulation_fusion": False,
+        **gate,
+        **parallel,
+        **options,
+    }
+    config = TransformerConfig(**settings)
+    layer = get_gpt_layer_local_spec()
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
+    layers = TransformerBlockSubmodules([layer] * get_num_layers_to_build(config, vp_stage), Norm)
+    model = GPTModel(
+        config,
+        layers,
+        vocab_size=WORDS,
+        max_sequence_length=LENGTH,
+        pre_process=pre_process,
+        post_process=post_process,
+        share_embeddings_and_output_weights=tied,
+        parallel_output=True,
+        vp_stage=vp_stage,
+    )
+    fill(model)
+    return model
+
+
+@torch.no_grad()
+def fill(chunk):
+    """Gives parameters values that depend on their names in the whole model, and on nothing else."""
+    for part in parts_of(chunk):
+        shape = part.extent.shape
+        seeded = torch.Generator().manual_seed(zlib.crc32(part.name.encode()))
+        whole = torch.randn(shape, generator=seeded) * (0.3 if len(shape) > 1 else 0.1) + ("norm.weight" in part.name)
+        part.parameter.copy_(
+            torch.cat([whole[box.slices].flatten() for box in part.extent.boxes]).view_as(part.parameter)
+        )
+
+
+def batches(step, shard=0, count=1):
+    """This data coordinate's micro-batches: tokens, labels, and which of them count."""
+    seeded = torch.Generator().manual_seed(step)
+    tokens = torch.randint(WORDS, (ROWS, LENGTH + 1), generator=seeded)
+    mask = (torch.rand(ROWS, LENGTH, generator=seeded) < torch.linspace(0.2, 1, ROWS)[:, None]).float()
+    share = ROWS // count
+    own = slice(shard * share, (shard + 1) * share)
+    rows = zip(tokens[own].split(MICRO), mask[own].split(MICRO), strict=True)
+    return [{"tokens": each[:, :-1], "labels": each[:, 1:], "mask": counts} for each, counts in rows]
+
+
+def inputs(batch):
+    positions = torch.arange(LENGTH).expand_as(batch["tokens"])
+    return (batch["tokens"], positions, None), {"labels": batch["labels"]}
+
+
+def loss_fn(losses, batch):
+    return (losses * batch["mask"]).sum(), batch["mask"].sum()
+
+
+class Run:
+    """One training under Megatron."""
+
+    def __init__(self, mesh=None, lr=1e-2, mixed_precision=None, **model_options):
+        megatron_cpu.use_cpu()
+        self.accelerator = Accelerator(strategy=Megatron(**(mesh or {})), cpu=True, mixed_precision=mixed_precision)
+
+        def factory(parallel, **place):
+            return gpt(parallel, **place, **model_options)
+
+        model = self.accelerator.build_model(factory)
+        optimizer = torch.optim.AdamW(groups_of(model), lr=lr)
+        self.model, self.optimizer, self.scheduler = self.accelerator.prepare(
+            model, optimizer, StepLR(optimizer, 2, 0.9)
+        )
+        layout = (
+            self.accelerator._parts.layout if hasattr(self.accelerator._parts, "layout") else self.accelerator._layout
+        )
+        self.shard = layout.shard
+
+    def window(self, step):
+        own = batches(step, self.shard.index, self.shard.count)
+        return self.accelerator.forward_backward(self.model, own, loss_fn, inputs)
+
+    def step(self, clip=None):
+        norm = None if clip is None else self.accelerator.clip_grad_norm_(self.model.parameters(), clip).item()
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        return norm
+
+    def gradients(self):
+        """What this rank has of the gradients: by name, whole shape, offsets and sizes of boxes, their data."""
+        user = self.accelerator.unwrap_model(self.model)
+        state = self.accelerator._relay.gradient_state(user, self.model)
+        return {
+            name: (term.shape, [(piece.box, piece.data.clone()) for piece in term.pieces])
+            for name, terms in state.items()
+            for term in terms
+        }
+
+
+def groups_of(model):
+    named = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
+    return [
+        {"params": [each for _, each in named if each.dim() > 1], "weight_decay": 0.1},
+        {"params": [each for _, each in named if each.dim() < 2], "weight_decay": 0.0},
+    ]
+
+
+def assemble(by_rank):
+    """Whole tensors from the parts of all ranks; those that several have must be equal."""
+    found = {}
+    for parts in by_rank:
+        for name, (shape, pieces) in parts.items():
+            whole = found.setdefault(name, torch.full(shape, torch.nan))
+            for box, data in pieces:
+                there = whole[box.slices]
+                assert bool(torch.isnan(there).all()) or torch.equal(there, data), name
+                whole[box.slices] = data
+    assert not any(bool(torch.isnan(each).any()) for each in found.values())
+    return found
+
+
+def train(mesh, steps=1, clip=None, **options):
+    """Losses of so many steps, the gradients of the first, and the norms that clipping found."""
+    run = Run(mesh, **options)
+    losses, norms, gradients = [], [], None
+    for step in range(steps):
+        losses.append(run.window(step).item())
+        gradients = gradients or run.gradients()
+        norms.append(run.step(clip))
+    return losses, gradients, norms
+
+
+def reference(steps=1, clip=None, lr=1e-2, **options):
+    """The same in one process, by Megatron's model and torch alone: the mean over all tokens that count."""
+    megatron_cpu.use_cpu()
+    from megatron.core import parallel_state
+
+    from accel_core import World
+
+    World.current().subgroup([0])
+    parallel_state.initialize_model_parallel(1, 1)
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    model_parallel_cuda_manual_seed(1)
+    model = gpt({}, **options)
+    optimizer = torch.optim.AdamW(groups_of(model), lr=lr)
+    scheduler = StepLR(optimizer, 2, 0.9)
+    losses, gradients, norms = [], None, []
+    for step in range(steps):
+        parts = [loss_fn(model(*inputs(batch)[0], **inputs(batch)[1]), batch) for batch in batches(step)]
+        loss = sum(loss for loss, _ in parts) / sum(weight for _, weight in parts)
+        loss.backward()
+        losses.append(loss.item())
+        gradients = gradients or {name: each.grad.clone() for name, each in model.named_parameters()}
+        norms.append(None if clip is None else nn.utils.clip_grad_norm_(model.parameters(), clip).item())
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    parallel_state.destroy_model_parallel()
+    return losses, gradients, norms
