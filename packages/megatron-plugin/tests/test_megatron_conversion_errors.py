@@ -226,5 +226,5 @@ def test_two_tables_of_a_family_and_what_is_none_are_refused(offered):
     offered("their-families", "llama = their_families:PHI3", "phi3 = their_families:NO_FAMILY")
     with pytest.raises(PluginError, match="several distributions say how: accel_megatron.* of accel-megatron .*, their_families:PHI3 of"):
         find_family("llama")
-    with pytest.raises(PluginError, match="'phi3' of the group 'accel_megatron.families', their_families:NO_FAMILY of their-families 1.0.*a str"):
+    with pytest.raises(PluginError, match=r"'phi3' of the group 'accel_megatron.families', their_families:NO_FAMILY of .* it is a str\."):
         find_family("phi3")

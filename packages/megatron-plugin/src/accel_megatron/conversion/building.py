@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -31,12 +31,15 @@ def from_transformers(
     *,
     ignore: Iterable[str] = (),
     layer_spec: Any = None,
+    parallel: Mapping[str, Any] | None = None,
+    pre_process: bool | None = None,
+    post_process: bool | None = None,
     vp_stage: int | None = None,
     **settings: Any,
 ) -> Any:
     """Builds the Megatron-core model of a model of transformers: this rank's part. A collective.
 
-        model = accelerator.build_model(lambda: from_transformers("Llama-3.1-8B/", bf16=True, params_dtype=torch.bfloat16))
+        model = accelerator.build_model(partial(from_transformers, "Llama-3.1-8B/"))
 
     Of a folder each rank reads the parts of tensors that it has, one after another. The vocabulary
     is padded until tensor parallelism divides it: `model.vocab_size` is the padded number, padded
@@ -48,9 +51,10 @@ def from_transformers(
         ignore: names of fields of the configuration that the table does not know, and that change
             nothing.
         layer_spec: the modules of a layer; None: those of Megatron-core itself.
-        vp_stage: the number of the chunk, with a virtual pipeline.
+        parallel, pre_process, post_process, vp_stage: what `build_model` gives a factory. Without
+            them sizes and the stage are those of Megatron-core's process groups.
         settings: fields of `TransformerConfig` and arguments of `GPTModel`, beside those that the
-            configuration gives. Parallel sizes are those of the process groups.
+            configuration gives: `bf16=True, params_dtype=torch.bfloat16`.
 
     Returns:
         megatron.core.models.gpt.GPTModel: its `transformers_config` is the configuration.
@@ -72,10 +76,10 @@ def from_transformers(
     folder = Path(config_or_folder) if isinstance(config_or_folder, (str, os.PathLike)) else None
     config = config_or_folder if folder is None else on_each_rank(world, "for a configuration", lambda: _read_config(folder))
     family = find_family(config.model_type)
-    meant = settings_of(family, config.to_dict(), ignore) | settings
+    meant = settings_of(family, config.to_dict(), ignore) | {**(parallel or {}), **settings}
     if folder is not None:
         meant.setdefault("perform_initialization", False)  # every number is read
-    model = build_model(meant, layer_spec, vp_stage)
+    model = build_model(meant, layer_spec, pre_process, post_process, vp_stage)
     model.transformers_config = config
     place, vocabulary = Place.current(), meant[VOCABULARY]
     clear_padding(family, model, place, vocabulary)
@@ -98,7 +102,13 @@ def sizes_of(model: Any, vocabulary: int) -> Sizes:
     )
 
 
-def build_model(settings: Settings, layer_spec: Any = None, vp_stage: int | None = None) -> Any:
+def build_model(
+    settings: Settings,
+    layer_spec: Any = None,
+    pre_process: bool | None = None,
+    post_process: bool | None = None,
+    vp_stage: int | None = None,
+) -> Any:
     """The part of a GPTModel on this rank, by settings of it and of its TransformerConfig."""
     from megatron.core import parallel_state as groups
     from megatron.core.models.gpt import GPTModel
@@ -115,8 +125,8 @@ def build_model(settings: Settings, layer_spec: Any = None, vp_stage: int | None
         config,
         layer_spec or _local_spec(config),
         vocabulary,
-        pre_process=groups.is_pipeline_first_stage(**stage),
-        post_process=groups.is_pipeline_last_stage(**stage),
+        pre_process=groups.is_pipeline_first_stage(**stage) if pre_process is None else pre_process,
+        post_process=groups.is_pipeline_last_stage(**stage) if post_process is None else post_process,
         vp_stage=vp_stage,
         **arguments,
     )

@@ -17,6 +17,7 @@ from accel_megatron.conversion.comparison import check_same
 from accel_megatron.conversion.named_tensors import Place, shared_state
 from accel_megatron.conversion.offers import find_family
 from accel_megatron.conversion.settings import settings_of
+from accel_megatron.stages import Stages
 
 
 def to_transformers(
@@ -34,8 +35,8 @@ def to_transformers(
     Tokenizers and settings of generation are not written: copy them from where they are.
 
     Args:
-        model: the GPTModel of this rank, the chunks of a virtual pipeline in a list, or what
-            wraps them.
+        model: what `prepare` or `build_model` gave; or the GPTModels of this rank, in a list if
+            they are several.
         folder: made if it does not exist; weights and config.json in it are replaced.
         config: the configuration of transformers to write; None: that of `from_transformers`.
         ignore: as for `from_transformers`.
@@ -46,7 +47,7 @@ def to_transformers(
         PluginError, CheckpointError: as for `from_transformers`.
         OSError: of the main process's disk, on every rank.
     """
-    models = [_unwrapped(each) for each in (model if isinstance(model, (list, tuple)) else [model])]
+    models = _chunks(model)
     config = config or getattr(models[0], "transformers_config", None)
     if config is None:
         raise ValueError(
@@ -68,10 +69,14 @@ def to_transformers(
     gathering.together("to_transformers()", write)
 
 
-def _unwrapped(model: Any) -> Any:
-    while isinstance(getattr(model, "module", None), torch.nn.Module):
-        model = model.module
-    return model
+def _chunks(model: Any) -> list[Any]:
+    """The GPTModels on this rank, without what is around them."""
+    if isinstance(model, Stages):
+        return _chunks(list(model.chunks))
+    if isinstance(model, (list, tuple)):
+        return [chunk for each in model for chunk in _chunks(each)]
+    inner = getattr(model, "module", None)
+    return _chunks(inner) if isinstance(inner, torch.nn.Module) else [model]
 
 
 def _write_config(config: Any, folder: Path, dtype: torch.dtype) -> None:

@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from accel_checkpoint import everywhere
 from accel_core import CheckpointError
-from accel_core.api.component import gather_objects
 from accel_core.api.layouts import Alias, Elementwise, Entry
 from accel_megatron.conversion.pieces import Part, Sizes, expanded, padding_of, sources_of
 
 if TYPE_CHECKING:
     from accel_core import World
     from accel_megatron.conversion.table import Family, Row
+
+_Form = tuple[str, tuple[int, ...], torch.dtype]  # of a tensor of transformers: its name, shape and dtype
 
 
 class Place(NamedTuple):
@@ -62,6 +64,12 @@ class Named(NamedTuple):
         """Whether it belongs to one expert, which other ranks may not have."""
         return "expert" in self.numbers
 
+    def is_first(self, place: Place) -> bool:
+        """Whether no rank before this one has a part of the parameter."""
+        if self.of_expert:
+            return place.expert_first and place.expert_tensor.rank == 0
+        return place.first and place.tensor.rank == 0
+
     def sources(self, place: Place, sizes: Sizes) -> Iterator[tuple[str, Elementwise]]:
         """The tensors of transformers by name, each with its pieces on this rank."""
         part = place.expert_tensor if self.of_expert else place.tensor
@@ -93,21 +101,25 @@ def named_tensors(family: Family, model: Any, place: Place) -> list[Named]:
     return found
 
 
-def shared_state(family: Family, models: Sequence[Any], place: Place, sizes: Sizes, world: World, tied: bool) -> dict[str, Entry]:
+def shared_state(
+    family: Family, models: Sequence[Any], place: Place, sizes: Sizes, world: World, tied: bool
+) -> dict[str, Entry]:
     """The entries of all ranks' models by name, with the pieces of this rank. A collective."""
     here: dict[str, Elementwise] = {}
-    known: list[tuple[str, tuple[int, ...], torch.dtype]] = []
-    for named in itertools.chain(*(named_tensors(family, model, place) for model in models)):
-        for name, entry in named.sources(place, sizes):
-            kept = family.tied.get(name, name) if tied else name
-            pieces = (*here[kept].pieces, *entry.pieces) if kept in here else entry.pieces
-            here[kept] = Elementwise(entry.shape, entry.dtype, pieces)
-            part, first = (place.expert_tensor, place.expert_first) if named.of_expert else (place.tensor, place.first)
-            if part.rank == 0 and first:
-                known.append((kept, entry.shape, entry.dtype))
-    state: dict[str, Entry] = {}
-    for name, shape, dtype in gather_objects(known, world):
-        state[name] = here.get(name) or Elementwise(shape, dtype, ())
+
+    def collect() -> list[_Form]:
+        known = []
+        for named in itertools.chain(*(named_tensors(family, model, place) for model in models)):
+            for name, entry in named.sources(place, sizes):
+                kept = family.tied.get(name, name) if tied else name
+                pieces = (*here[kept].pieces, *entry.pieces) if kept in here else entry.pieces
+                here[kept] = Elementwise(entry.shape, entry.dtype, pieces)
+                if named.is_first(place):
+                    known.append((kept, entry.shape, entry.dtype))
+        return known
+
+    forms = itertools.chain(*everywhere(world, "for the names of weights", collect))
+    state: dict[str, Entry] = {name: here.get(name) or Elementwise(shape, dtype, ()) for name, shape, dtype in forms}
     if tied:
         state |= {alias: Alias(kept) for alias, kept in family.tied.items() if kept in state}
     return state
