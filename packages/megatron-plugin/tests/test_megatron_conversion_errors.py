@@ -22,7 +22,7 @@ LLAMA = conversion_models.CONFIGS["llama"]
 def message_of(function, *arguments, **settings):
     try:
         function(*arguments, **settings)
-    except Exception as error:  # noqa: BLE001  (the tests say which)
+    except Exception as error:
         return type(error).__name__, str(error)
     return None
 
@@ -69,12 +69,15 @@ def test_files_that_do_not_fit_are_refused_on_every_rank_with_all_that_is_wrong(
         assert f"missing in the file (1): {last}" in text
         assert f"different (1): {first}: float32[4, 4] in the file, float32[48, 32] in the model" in text
         assert "not in the model (1): model.layers.4.input_layernorm.weight" in text
-        assert kind_of_nothing in ("FileNotFoundError", "OSError") and "nowhere', which should be a folder" in text_of_nothing
+        assert kind_of_nothing in ("FileNotFoundError", "OSError")
+        assert "nowhere', which should be a folder" in text_of_nothing
         assert "huggingface_hub.snapshot_download(name)" in text_of_nothing
 
 
 def test_gpt2_files_without_a_prefix_are_read(tmp_path):
-    [(logits, expected)] = run_ranks(read_without_prefix, 1, conversion_models.make("gpt2", tmp_path), tmp_path / "bare")
+    [(logits, expected)] = run_ranks(
+        read_without_prefix, 1, conversion_models.make("gpt2", tmp_path), tmp_path / "bare"
+    )
     torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
 
 
@@ -107,7 +110,9 @@ def read_without_prefix(source: Path, bare: Path):
     ],
 )  # fmt: skip
 def test_fields_that_would_change_numbers_are_refused_by_name(changes, said):
-    with pytest.raises(ValueError, match="A llama model was to be converted, but some of its configuration has no equivalent") as error:
+    with pytest.raises(
+        ValueError, match="A llama model was to be converted, but some of its configuration has no equivalent"
+    ) as error:
         settings_of(find_family("llama"), LLAMA().to_dict() | changes)
     assert said in str(error.value)
 
@@ -115,11 +120,16 @@ def test_fields_that_would_change_numbers_are_refused_by_name(changes, said):
 def test_windows_and_dropouts_that_differ_are_refused_and_all_at_once():
     given = conversion_models.CONFIGS["qwen2"]().to_dict()
     with pytest.raises(ValueError, match="no equivalent") as error:
-        settings_of(find_family("qwen2"), given | {"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]})
+        settings_of(
+            find_family("qwen2"), given | {"sliding_window": 8, "layer_types": ["full_attention", "sliding_attention"]}
+        )
     assert "sliding_window=8 (it may be None)" in str(error.value)
     assert "layer_types=['full_attention', 'sliding_attention'] (it may be 'full_attention')" in str(error.value)
     given = conversion_models.CONFIGS["gpt2"]().to_dict()
-    with pytest.raises(ValueError, match=r"resid_pdrop=0.1 \(and embd_pdrop=0.2: both are hidden_dropout, which has one value\)|embd_pdrop"):
+    with pytest.raises(
+        ValueError,
+        match=r"resid_pdrop=0.1 \(and embd_pdrop=0.2: both are hidden_dropout, which has one value\)|embd_pdrop",
+    ):
         settings_of(find_family("gpt2"), given | {"embd_pdrop": 0.2})
 
 
@@ -143,7 +153,8 @@ def before_the_groups():
 
 def test_without_process_groups_the_call_says_what_to_do_first():
     [(kind, text)] = run_ranks(before_the_groups, 1)
-    assert kind == "RuntimeError" and "Accelerator(strategy=Megatron(...)) first" in text
+    assert kind == "RuntimeError"
+    assert "Accelerator(strategy=Megatron(...)) first" in text
 
 
 def misuse(folder: Path):
@@ -224,7 +235,13 @@ def test_third_parties_families_compute_the_same(offered, tmp_path):
 
 def test_two_tables_of_a_family_and_what_is_none_are_refused(offered):
     offered("their-families", "llama = their_families:PHI3", "phi3 = their_families:NO_FAMILY")
-    with pytest.raises(PluginError, match="several distributions say how: accel_megatron.* of accel-megatron .*, their_families:PHI3 of"):
+    with pytest.raises(
+        PluginError,
+        match="several distributions say how: accel_megatron.* of accel-megatron .*, their_families:PHI3 of",
+    ):
         find_family("llama")
-    with pytest.raises(PluginError, match=r"'phi3' of the group 'accel_megatron.families', their_families:NO_FAMILY of .* it is a str\."):
+    with pytest.raises(
+        PluginError,
+        match=r"'phi3' of the group 'accel_megatron.families', their_families:NO_FAMILY of .* it is a str\.",
+    ):
         find_family("phi3")

@@ -74,7 +74,9 @@ def from_transformers(
         )
     world = World.current()
     folder = Path(config_or_folder) if isinstance(config_or_folder, (str, os.PathLike)) else None
-    config = config_or_folder if folder is None else on_each_rank(world, "for a configuration", lambda: _read_config(folder))
+    config = (
+        config_or_folder if folder is None else on_each_rank(world, "for a configuration", lambda: _read_config(folder))
+    )
     family = find_family(config.model_type)
     meant = settings_of(family, config.to_dict(), ignore) | {**(parallel or {}), **settings}
     if folder is not None:
@@ -187,5 +189,5 @@ def _renaming(family: Family, state: Iterable[str], names: Iterable[str]) -> Cal
 def _hide_padding(module: nn.Module, arguments: Any, output: Any, *, here: int, whole: int) -> None:  # noqa: ARG001
     """Makes padded logits so low, in place, that no softmax and no search counts them."""
     logits = output[0]
-    kept = whole if module.gather_output else here  # type: ignore[redundant-expr]
+    kept = whole if module.gather_output else here
     logits[..., kept:] = torch.finfo(logits.dtype).min

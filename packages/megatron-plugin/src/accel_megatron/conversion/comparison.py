@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from accel_megatron.conversion.building import TIED, VOCABULARY, configured
 from accel_megatron.conversion.pieces import padded_vocabulary
-from accel_megatron.conversion.settings import Settings
+
+if TYPE_CHECKING:
+    from accel_megatron.conversion.settings import Settings
 
 # Fields of TransformerConfig that change logits. Others change training, speed or memory.
 _ARCHITECTURE = (
@@ -37,7 +39,9 @@ def check_same(settings: Settings, model: Any) -> None:
     if arguments["position_embedding_type"] == "learned_absolute":
         expected["max_sequence_length"] = arguments["max_sequence_length"]
     pairs |= {name: (getattr(model, name), value) for name, value in expected.items()}
-    different = [f"{name}={found!r} instead of {meant!r}" for name, (found, meant) in pairs.items() if not _same(found, meant)]
+    different = [
+        f"{name}={found!r} instead of {meant!r}" for name, (found, meant) in pairs.items() if not _same(found, meant)
+    ]
     if not different and hasattr(model, "rotary_pos_emb") and not _same_rotation(model, arguments):
         given = {name: arguments[name] for name in _ROTARY if name in arguments}
         different = [f"other frequencies of rotary embeddings than {given}"]

@@ -80,10 +80,9 @@ def _chunks(model: Any) -> list[Any]:
 
 
 def _write_config(config: Any, folder: Path, dtype: torch.dtype) -> None:
-    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
     written = copy.deepcopy(config)
     written.dtype = dtype
-    written.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
+    written.architectures = [CLASSES[config.model_type]]
     written.save_pretrained(folder)
-

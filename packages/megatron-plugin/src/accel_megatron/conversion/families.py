@@ -9,7 +9,8 @@ from __future__ import annotations
 from functools import partial
 
 import torch.nn.functional as F
-from accel_megatron.conversion.table import ROPE, Family, FieldRule, Row
+
+from accel_megatron.conversion.table import ROPE, Combine, Family, FieldRule, Row
 
 _LAYER = "decoder.layers.{layer}"
 _THEIR = "model.layers.{layer}"
@@ -123,13 +124,19 @@ MIXTRAL = Family(
         *_ATTENTION,
         Row(f"{_LAYER}.mlp.router.weight", f"{_THEIR}.block_sparse_moe.gate.weight"),
         Row(
-            (f"{_LAYER}.mlp.experts.local_experts.{{expert}}.linear_fc1.weight", f"{_LAYER}.mlp.experts.linear_fc1.weight{{expert}}"),
+            (
+                f"{_LAYER}.mlp.experts.local_experts.{{expert}}.linear_fc1.weight",
+                f"{_LAYER}.mlp.experts.linear_fc1.weight{{expert}}",
+            ),
             tuple(f"{_THEIR}.block_sparse_moe.experts.{{expert}}.{each}.weight" for each in ("w1", "w3")),
             combine="gate_up",
             split=0,
         ),
         Row(
-            (f"{_LAYER}.mlp.experts.local_experts.{{expert}}.linear_fc2.weight", f"{_LAYER}.mlp.experts.linear_fc2.weight{{expert}}"),
+            (
+                f"{_LAYER}.mlp.experts.local_experts.{{expert}}.linear_fc2.weight",
+                f"{_LAYER}.mlp.experts.linear_fc2.weight{{expert}}",
+            ),
             f"{_THEIR}.block_sparse_moe.experts.{{expert}}.w2.weight",
             split=1,
         ),
@@ -150,12 +157,11 @@ MIXTRAL = Family(
 )
 
 
-def _gpt2_linear(megatron: str, theirs: str, split: int, combine: str = "plain") -> tuple[Row, Row]:
+def _gpt2_linear(megatron: str, theirs: str, split: int, combine: Combine = "plain") -> tuple[Row, Row]:
     """A weight of transformers' `Conv1D`, which is (in, out), and its bias."""
-    fused = "qkv" if combine == "qkv" else "plain"
     return (
-        Row(f"{_LAYER}.{megatron}.weight", f"transformer.h.{{layer}}.{theirs}.weight", fused, split, transposed=True),
-        Row(f"{_LAYER}.{megatron}.bias", f"transformer.h.{{layer}}.{theirs}.bias", fused, 0 if split == 0 else None),
+        Row(f"{_LAYER}.{megatron}.weight", f"transformer.h.{{layer}}.{theirs}.weight", combine, split, transposed=True),
+        Row(f"{_LAYER}.{megatron}.bias", f"transformer.h.{{layer}}.{theirs}.bias", combine, 0 if split == 0 else None),
     )
 
 

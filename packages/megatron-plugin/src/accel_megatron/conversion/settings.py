@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 Settings = dict[str, Any]
 
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-_NOTHING = object()
 
 
 def settings_of(family: Family, config: Mapping[str, Any], ignore: Iterable[str] = ()) -> Settings:
@@ -64,14 +63,14 @@ def _meant(rule: FieldRule | None, name: str, value: Any) -> Settings:
     assert isinstance(rule, Mapping), "these are all forms of a rule"
     settings: Settings = {}
     for each in value if isinstance(value, (list, tuple)) else [value]:
-        found = next((meant for accepted, meant in rule.items() if accepted == each), _NOTHING)
-        if found is _NOTHING:
+        found = next((meant for accepted, meant in rule.items() if accepted == each), None)
+        if found is None:
             raise ValueError(f"{name}={value!r} (it may be {' or '.join(map(repr, rule))})")
-        settings |= found  # type: ignore[operator]
+        settings |= found
     return settings
 
 
-def _rope(name: str, value: Mapping[str, Any]) -> Settings:
+def _rope(name: str, value: Any) -> Settings:
     """Rotary embeddings: `{"rope_type": ..., "rope_theta": ..., ...}`."""
     if not isinstance(value, Mapping) or not {"rope_type", "rope_theta"} <= value.keys():
         raise ValueError(f"{name}={value!r} (it should have 'rope_type' and 'rope_theta', as in transformers 5)")
@@ -92,4 +91,3 @@ def _rope(name: str, value: Mapping[str, Any]) -> Settings:
     for key, left in rest.items():
         raise ValueError(f"{name}[{key!r}]={left!r} (of the type {kind!r} Megatron-core has no such number)")
     return settings
-
