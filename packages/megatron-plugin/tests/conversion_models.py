@@ -24,7 +24,9 @@ LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 
 CONFIGS = {
     "llama": lambda: transformers.LlamaConfig(**_SHARED, rms_norm_eps=1e-3),
-    "llama_tied": lambda: transformers.LlamaConfig(**_SHARED, tie_word_embeddings=True, rope_parameters=LLAMA3),
+    "llama_tied": lambda: transformers.LlamaConfig(
+        **_SHARED | {"max_position_embeddings": 16384}, tie_word_embeddings=True, rope_parameters=LLAMA3
+    ),
     "gpt2": lambda: transformers.GPT2Config(
         vocab_size=VOCABULARY, n_embd=32, n_layer=4, n_head=4, n_positions=64, bos_token_id=1, eos_token_id=2
     ),
@@ -72,9 +74,12 @@ def start(sizes: Sizes) -> None:
     megatron_cpu.use_cpu()
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.moe import moe_utils
 
     from accel_core import World
 
+    # Megatron-core 0.16.1 asks whether this is None, but gives the name a value only with Transformer Engine.
+    vars(moe_utils).setdefault("te_general_gemm", None)
     world = World.current()
     world.subgroup(range(world.size))
     parallel_state.initialize_model_parallel(
