@@ -27,6 +27,7 @@ from accel_checkpoint.reading import Job, SavedState
 from accel_checkpoint.record import IMPORTED, warn_of_absent, warn_of_batches
 from accel_checkpoint.run_state import (
     ACCUMULATION,
+    ENGINE,
     GRADIENT,
     LOADER,
     MODEL,
@@ -395,6 +396,7 @@ class _Restoring:
             if seed is None:  # no loader was prepared: the run has no seed but where rank 0 stood
                 seed = derive_seed(_RESUMED, *saved[TORCH_STREAM][:16].tolist())
             begin_random_state(seed, rank, step, self._run.world.device)
+        self._run.strategy.load_random_state(saved.get(ENGINE), step)
 
 
 def _refusal(unit: str, each: Any, error: Exception) -> str:

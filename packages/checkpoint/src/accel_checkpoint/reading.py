@@ -238,7 +238,7 @@ class SavedState:
         self._checkpoint = checkpoint
         self._unit = unit
         self._place = rank, ranks
-        state = checkpoint.object(unit, rank, ranks)
+        state = _joined(checkpoint.objects(unit)) or checkpoint.object(unit, rank, ranks)
         self.kind: str = state["kind"]
         self.groups: list[dict[str, Any]] = state["groups"]
         self.whole: Any = state["whole"]
@@ -273,6 +273,22 @@ class SavedState:
         for job in jobs:
             job()
         return None
+
+
+def _joined(states: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """One state of those of ranks that step other parameters in equal groups, as stages do; else None."""
+
+    def without_names(state: Mapping[str, Any]) -> Any:
+        options = [{key: value for key, value in group.items() if key != "names"} for group in state["groups"]]
+        return {**state, "groups": options}
+
+    first = states[0]
+    if first["whole"] is not None or any(without_names(state) != without_names(first) for state in states):
+        return None
+    rows = zip(*(state["groups"] for state in states), strict=True)
+    names = [list(dict.fromkeys(name for group in row for name in group["names"])) for row in rows]
+    groups = [{**group, "names": own} for group, own in zip(first["groups"], names, strict=True)]
+    return {**first, "groups": groups}
 
 
 def _renamed(name: str, names: Mapping[str, str]) -> str:

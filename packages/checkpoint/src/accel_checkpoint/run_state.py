@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 MODEL, OPTIMIZER, SCHEDULER, LOADER, OBJECT = "model", "optimizer", "scheduler", "loader", "object"
 GRADIENT, ACCUMULATION, RANDOM = "gradient", "accumulation", "random"
 COMPONENTS = ("precision", "strategy", "plugin")
+ENGINE = "engine"  # among the random streams, those of the strategy's
 VALUES = "values"  # of an optimizer: what is no tensor in the state of its parameters
 
 
@@ -55,7 +56,7 @@ def collect(run: Run, leave_out: Sequence[int] = ()) -> Content:
     """The content of this rank, but for the models that a user's hook saves. No collective."""
     content = Content()
     # First, for what is asked for its state may draw: torchdata's loader begins its next epoch.
-    content.objects[RANDOM] = capture_random_state(run.world.device)
+    content.objects[RANDOM] = {ENGINE: run.strategy.random_state(), **capture_random_state(run.world.device)}
     for number in range(len(run.models())):
         if number not in leave_out:
             content.state.update(within(f"{MODEL}.{number}", run.model_state(number)))

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from accel_checkpoint import load_weights, on_each_rank
@@ -15,6 +14,7 @@ from accel_core import place_model
 from accel_core.api.strategy import check_alike
 from accel_megatron.layouts import parts_of
 from accel_megatron.model_engine import ModelEngine
+from accel_megatron.random_streams import begin
 from accel_megatron.stages import Stages, build_chunks
 from accel_megatron.state import model_state
 from accel_megatron.validation import check_config, check_models
@@ -33,7 +33,7 @@ def build(
     """This rank's stages of a model; the model itself, if there is no pipeline. A collective."""
     from megatron.core import parallel_state
 
-    seed(world)
+    begin(world, 0)
     settings = {**sizes.settings(), "sequence_parallel": options.sequence_parallel}
     if sizes.pipeline > 1:
         settings["pipeline_dtype"] = torch.float32
@@ -54,16 +54,6 @@ def build(
             world, "for weights to be read", lambda: load_weights(model_state(model), checkpoint, type(model).__name__)
         )
     return model
-
-
-def seed(world: World) -> None:
-    """Gives all ranks the seed of rank 0, and tensor-parallel ranks streams of their own beside it."""
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-
-    told = torch.tensor([torch.initial_seed() % 2**31], device=world.device)
-    if world.size > 1:
-        dist.broadcast(told, src=0)
-    model_parallel_cuda_manual_seed(int(told), force_reset_rng=True)
 
 
 def prepare(

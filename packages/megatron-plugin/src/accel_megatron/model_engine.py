@@ -15,11 +15,11 @@ from accel_checkpoint import Extent, flat_range, pieces_of
 from accel_core.api.component import flatten
 from accel_core.api.layouts import Elementwise, GradientState, Partial
 from accel_megatron import optimizer_double
-from accel_megatron.layouts import Part
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+    from accel_megatron.layouts import Part
     from accel_megatron.options import Options
 
 _live: list[ModelEngine] = []

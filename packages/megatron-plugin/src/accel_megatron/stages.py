@@ -68,7 +68,7 @@ class Stages(nn.Module):
             "accelerator.forward_backward(model, micro_batches, loss_fn), inside torch.no_grad() for an evaluation."
         )
 
-    def named_parameters(  # type: ignore[override]
+    def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters by their names in the whole model."""

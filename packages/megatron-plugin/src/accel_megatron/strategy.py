@@ -25,6 +25,7 @@ from accel_megatron import clipping
 from accel_megatron.options import Options
 from accel_megatron.parallel_groups import Sizes, arrange
 from accel_megatron.prepared_model import NoSync, PreparedModel, end_engine, engine_of, is_pipeline
+from accel_megatron.stages import Stages
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -113,6 +114,18 @@ class Megatron(Strategy):
         options = self._options
         words = [name.replace("_", " ") for name, given in vars(options).items() if given]
         return {"processes": self._sizes.describe(), **({"options": ", ".join(words)} if words else {})}
+
+    def random_state(self) -> Any:
+        """The streams of layers that are shared out."""
+        from accel_megatron.random_streams import capture
+
+        return capture()
+
+    def load_random_state(self, state: Any, step: int) -> None:
+        """Takes them over from the same arrangement, or begins them anew. A collective."""
+        from accel_megatron.random_streams import restore
+
+        restore(state, self._world, step)
 
     @hookimpl
     def layout(self, world: World) -> Layout:
@@ -301,7 +314,7 @@ class Megatron(Strategy):
         from accel_checkpoint import list_misfits
         from accel_megatron.sharding import MegatronSharding
 
-        return list_misfits(optimizer, names, MegatronSharding(), saved)
+        return list_misfits(optimizer, names, MegatronSharding(), saved, self._names_elsewhere(names))
 
     @hookimpl
     def load_optimizer_state(self, optimizer: Optimizer, names: Mapping[int, str], saved: SavedOptimizer) -> None:
@@ -323,6 +336,17 @@ class Megatron(Strategy):
 
     def _stepping(self, optimizer: Optimizer) -> Iterator[ModelEngine]:
         return (engine for engine in self._engines() if engine.steps_with(optimizer))
+
+    def _names_elsewhere(self, names: Mapping[int, str]) -> set[str]:
+        """The names of all parameters of models of which this rank has stages."""
+        found = set()
+        for prepared in self._prepared:
+            model = vars(prepared)["_modules"]["module"]
+            first = next(model.parameters(), None)
+            if isinstance(model, Stages) and first is not None:
+                number = names[id(first)].partition(".")[0]
+                found |= {f"{number}.{name}" for name, *_ in model.order}
+        return found
 
     def _adopt(self, prepared: nn.Module, optimizer: Optimizer) -> None:
         engine = engine_of(prepared)

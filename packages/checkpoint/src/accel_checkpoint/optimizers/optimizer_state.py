@@ -10,7 +10,7 @@ ZeroRedundancyOptimizer's state is that of the inner optimizer, on the owner of 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -64,9 +64,16 @@ def capture_optimizer(optimizer: Optimizer, names: Mapping[int, str], sharding: 
 
 
 def list_misfits(
-    optimizer: Optimizer, names: Mapping[int, str], sharding: Sharding, saved: SavedOptimizer
+    optimizer: Optimizer,
+    names: Mapping[int, str],
+    sharding: Sharding,
+    saved: SavedOptimizer,
+    elsewhere: Collection[str] = (),
 ) -> list[str]:
-    """The reasons why `restore_optimizer` would lose state, a line each. Changes nothing."""
+    """The reasons why `restore_optimizer` would lose state, a line each. Changes nothing.
+
+    `elsewhere` has the names of parameters that optimizers on other ranks step, as stages do.
+    """
     engine = _engine(optimizer)
     named = _named(optimizer, names)
     if not same_kind(kind_of(engine), saved.kind):
@@ -75,7 +82,7 @@ def list_misfits(
         return list(_misfits_whole(optimizer, engine, named, saved))
     if _is_whole(optimizer, engine):
         return [f"this {type(engine).__name__} has a state_dict() of its own, and the checkpoint has none such"]
-    found = list(_misfits_groups(optimizer, named, saved))
+    found = list(_misfits_groups(optimizer, named, saved, set(elsewhere)))
     here = capture_optimizer(optimizer, names, sharding).entries
     stored, layouts = _by_parameter(saved.described(), named), Layouts(engine, sharding)
     for _, parameter in _owned(engine):
@@ -213,7 +220,9 @@ def _as_here(here: Any, saved: Any) -> Any:
     return saved
 
 
-def _misfits_groups(optimizer: Any, named: Mapping[int, str], saved: SavedOptimizer) -> Iterator[str]:
+def _misfits_groups(
+    optimizer: Any, named: Mapping[int, str], saved: SavedOptimizer, elsewhere: Collection[str]
+) -> Iterator[str]:
     groups = optimizer.param_groups
     if len(groups) != len(saved.groups):
         yield f"the optimizer has {len(groups)} groups of parameters, and the checkpoint {len(saved.groups)}"
@@ -222,7 +231,7 @@ def _misfits_groups(optimizer: Any, named: Mapping[int, str], saved: SavedOptimi
         zip(groups, saved.groups, _names_of(optimizer, named), strict=True)
     ):
         ours, theirs = dict.fromkeys(names), dict.fromkeys(options.get("names", []))
-        if lacking := [name for name in theirs if name not in ours]:
+        if lacking := [name for name in theirs if name not in ours and name not in elsewhere]:
             yield f"group {number} of the checkpoint has {quoted(lacking)}, which this optimizer has not there"
         if extra := [name for name in ours if name not in theirs]:
             yield f"group {number} of this optimizer has {quoted(extra)}, which the checkpoint has not there"

@@ -84,6 +84,18 @@ class Strategy(ABC):
         """Details for `accelerator.explain()`, as text: its mesh, and how models were divided."""
         return MappingProxyType({})
 
+    def random_state(self) -> Any:
+        """The random streams of its engine beside torch's, on this rank; None: there are none."""
+        return None
+
+    def load_random_state(self, state: Any, step: int) -> None:  # noqa: ARG002
+        """Takes over what `random_state` gave, after torch's streams. May be a collective.
+
+        `state` is None from a checkpoint without, and may be of another arrangement of ranks: then
+        streams begin anew, alike for equal backwards so far (`step`).
+        """
+        return
+
     @abstractmethod
     def prepare_model(self, model: nn.Module, optimizers: Sequence[Optimizer], request: PrepareRequest) -> nn.Module:
         """See `accel_core.contract.hook_specs.HookSpecs.prepare_model`. Mark with `hookimpl`."""
