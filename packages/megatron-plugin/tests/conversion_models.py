@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -62,24 +63,32 @@ class Sizes(NamedTuple):
 
 
 class Converted(NamedTuple):
-    """What a rank saw: its part of the logits, the losses, and whether what was written is read as it was."""
+    """What a rank saw: its part of the logits, the losses, whether what was written is read as it was, numbers of bytes."""
 
     logits: torch.Tensor | None
     losses: torch.Tensor | None
     read_again: bool
     vocabulary: int
+    bytes_read: int
+    bytes_held: int
 
 
-def start(sizes: Sizes) -> None:
+def use_cpu() -> None:
+    """As `megatron_cpu`, with experts."""
     megatron_cpu.use_cpu()
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.transformer.moe import moe_utils
-
-    from accel_core import World
 
     # Megatron-core 0.16.1 asks whether this is None, but gives the name a value only with Transformer Engine.
     vars(moe_utils).setdefault("te_general_gemm", None)
+
+
+def start(sizes: Sizes) -> None:
+    use_cpu()
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    from accel_core import World
+
     world = World.current()
     world.subgroup(range(world.size))
     parallel_state.initialize_model_parallel(
@@ -111,13 +120,33 @@ def _convert(folder: Path, target: Path, sizes: Sizes, settings: dict[str, objec
     from accel_megatron import from_transformers, to_transformers
 
     stages = [None] if sizes.virtual is None else range(sizes.virtual)
-    chunks = [from_transformers(folder, vp_stage=stage, **settings).eval() for stage in stages]
+    with counted() as bytes_read:
+        chunks = [from_transformers(folder, vp_stage=stage, **settings).eval() for stage in stages]
     logits, losses = (None, None) if sizes.virtual else _computed(chunks[0])
     to_transformers(chunks, target, max_shard_size="20KB")
     again = [from_transformers(target, vp_stage=stage, **settings) for stage in stages]
     pairs = [pair for old, new in zip(chunks, again, strict=True) for pair in _pairs(old, new)]
     same = all(torch.equal(old, new) for old, new in pairs)
-    return Converted(logits, losses, same and len(pairs) > 4, chunks[0].vocab_size)
+    held = sum(old.nbytes for old, _ in pairs)
+    return Converted(logits, losses, same and len(pairs) > 4, chunks[0].vocab_size, sum(bytes_read), held)
+
+
+@contextmanager
+def counted():
+    """The numbers of bytes that are read of tensors in files."""
+    from accel_checkpoint.weights.safetensors_file import SafetensorsFile
+
+    original, found = SafetensorsFile.read, []
+
+    def read(self, position, place):
+        found.append(len(place))
+        original(self, position, place)
+
+    SafetensorsFile.read = read
+    try:
+        yield found
+    finally:
+        SafetensorsFile.read = original
 
 
 def _pairs(old, new):

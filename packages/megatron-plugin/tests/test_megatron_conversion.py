@@ -31,10 +31,10 @@ def expected(folders):
     return found
 
 
-def check(folders, expected, tmp_path, cases, world_size, **settings):
+def check(folders, expected, tmp_path, cases, world_size, function=convert):
     """Converts each (name, sizes), and compares logits, losses and what was written with transformers."""
     tasks = [(folders[name], tmp_path / f"{number}", sizes) for number, (name, sizes) in enumerate(cases)]
-    ranks = run_ranks(convert, world_size, tasks, timeout=110, **settings)
+    ranks = run_ranks(function, world_size, tasks, timeout=110)
     for number, (name, sizes) in enumerate(cases):
         found = [results[number] for results in ranks]
         logits = expected[name]
@@ -47,7 +47,42 @@ def check(folders, expected, tmp_path, cases, world_size, **settings):
             losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), TOKENS, reduction="none")
             torch.testing.assert_close(parts[-1].losses, losses, rtol=1e-5, atol=1e-5)
         assert all(each.read_again for each in found), name
+        padding = (found[0].vocabulary - VOCABULARY) * logits.shape[-1] * 16  # bytes of rows, of embedding and head
+        assert all(each.bytes_held - padding <= each.bytes_read <= each.bytes_held for each in found), name
         check_written(folders[name], tmp_path / f"{number}", logits)
+
+
+class NormLinear:
+    """Makes the layer of Transformer Engine that has a norm inside, of Megatron-core's own."""
+
+    def __new__(cls, input_size, output_size, *, config, **options):
+        from megatron.core.tensor_parallel import ColumnParallelLinear
+
+        class Linear(ColumnParallelLinear):
+            def forward(self, hidden):
+                weight, epsilon = self.layer_norm_weight, config.layernorm_epsilon
+                return super().forward(torch.nn.functional.rms_norm(hidden, weight.shape, weight, epsilon))
+
+        made = Linear(input_size, output_size, config=config, **options)
+        made.layer_norm_weight = torch.nn.Parameter(torch.ones(input_size))
+        return made
+
+
+def convert_with_norms_inside(tasks):
+    """Converts with a layer spec whose parameters have the names of Transformer Engine's layers."""
+    conversion_models.use_cpu()
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.identity_op import IdentityOp
+
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm")
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = IdentityOp
+    layer.submodules.self_attention.submodules.linear_qkv = NormLinear
+    layer.submodules.mlp.submodules.linear_fc1 = NormLinear
+    return convert(tasks, layer_spec=layer)
+
+
+def test_parameters_may_have_the_names_of_layers_with_norms_inside(folders, expected, tmp_path):
+    check(folders, expected, tmp_path, [("llama", Sizes())], 1, convert_with_norms_inside)
 
 
 def check_written(source: Path, target: Path, logits):
