@@ -8,6 +8,7 @@ from pathlib import Path
 import conversion_models
 import pytest
 import torch
+import transformers
 from conversion_models import LLAMA3, Sizes
 from safetensors.torch import load_file, save_file
 
@@ -138,6 +139,41 @@ def test_a_field_that_the_table_does_not_know_can_be_ignored_and_one_that_it_kno
     assert settings_of(family, given, ignore=["my_note"])["hidden_size"] == 32
     with pytest.raises(ValueError, match="mlp_bias=True"):
         settings_of(family, given | {"mlp_bias": True}, ignore=["my_note", "mlp_bias"])
+
+
+PUBLISHED = {
+    "llama": {
+        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000,
+        "eos_token_id": 128001, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
+        "max_position_embeddings": 131072, "mlp_bias": False, "num_attention_heads": 32, "num_hidden_layers": 32,
+        "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "tie_word_embeddings": False,
+        "rope_scaling": {key: value for key, value in LLAMA3.items() if key != "rope_theta"}, "torch_dtype": "bfloat16",
+        "transformers_version": "4.43.0", "use_cache": True, "vocab_size": 128256,
+    },
+    "qwen2": {
+        "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "hidden_act": "silu", "hidden_size": 3584,
+        "intermediate_size": 18944, "max_position_embeddings": 131072, "max_window_layers": 28, "num_attention_heads": 28,
+        "num_hidden_layers": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "sliding_window": 131072,
+        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True, "use_mrope": False, "use_sliding_window": False,
+        "vocab_size": 152064,
+    },
+    "gpt2": {
+        "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1, "bos_token_id": 50256,
+        "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05, "n_ctx": 1024,
+        "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024, "resid_pdrop": 0.1, "summary_activation": None,
+        "summary_first_dropout": 0.1, "summary_proj_to_labels": True, "summary_type": "cls_index", "summary_use_proj": True,
+        "task_specific_params": {"text-generation": {"do_sample": True}}, "vocab_size": 50257,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_configurations_as_older_versions_wrote_them_are_taken(name, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name] | {"model_type": name}))
+    settings = settings_of(find_family(name), transformers.AutoConfig.from_pretrained(tmp_path).to_dict())
+    assert settings["vocab_size"] == PUBLISHED[name]["vocab_size"]
+    assert settings.get("rotary_base") == PUBLISHED[name].get("rope_theta")
+    assert settings.get("rope_scaling_factor") == {"llama": 8.0}.get(name)
 
 
 def test_a_family_without_a_table_is_refused_with_those_known():

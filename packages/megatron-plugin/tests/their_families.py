@@ -57,4 +57,3 @@ GRANITE_MOE = dataclasses.replace(
 )
 
 NO_FAMILY = "not a table"
-PHI3_WITHOUT_A_ROW = dataclasses.replace(PHI3, rows=PHI3.rows[1:])

@@ -82,7 +82,7 @@ def from_transformers(
     if folder is not None:
         meant.setdefault("perform_initialization", False)  # every number is read
     model = build_model(meant, layer_spec, pre_process, post_process, vp_stage)
-    model.transformers_config = config
+    model.transformers_config, model.transformers_ignored = config, tuple(ignore)
     place, vocabulary = Place.current(), meant[VOCABULARY]
     clear_padding(family, model, place, vocabulary)
     if model.post_process and model.vocab_size > vocabulary:
@@ -174,14 +174,15 @@ def _read_config(folder: Path) -> Any:
 
 def _renaming(family: Family, state: Iterable[str], names: Iterable[str]) -> Callable[[str], str | None]:
     """By a name in files, that in the state; None for what other chunks have, and for no weights."""
-    here, anywhere = {*state}, {*names}
+    anywhere = {*names}
+    elsewhere = anywhere - {*state}
 
     def rename(name: str) -> str | None:
         if name.endswith(family.ignored):
             return None
         if family.prefix and f"{family.prefix}{name}" in anywhere:
             name = f"{family.prefix}{name}"
-        return None if name in anywhere - here else name
+        return None if name in elsewhere else name
 
     return rename
 
@@ -190,4 +191,5 @@ def _hide_padding(module: nn.Module, arguments: Any, output: Any, *, here: int, 
     """Makes padded logits so low, in place, that no softmax and no search counts them."""
     logits = output[0]
     kept = whole if module.gather_output else here
-    logits[..., kept:] = torch.finfo(logits.dtype).min
+    if kept < logits.shape[-1]:
+        logits[..., kept:] = torch.finfo(logits.dtype).min

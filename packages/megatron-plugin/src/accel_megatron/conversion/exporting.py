@@ -39,7 +39,7 @@ def to_transformers(
             they are several.
         folder: made if it does not exist; weights and config.json in it are replaced.
         config: the configuration of transformers to write; None: that of `from_transformers`.
-        ignore: as for `from_transformers`.
+        ignore: as for `from_transformers`, beside what that was given.
         max_shard_size: of one file: bytes, or a text such as "5GB".
 
     Raises:
@@ -55,7 +55,8 @@ def to_transformers(
             "has none. Pass it: to_transformers(model, folder, config=LlamaConfig(...))."
         )
     family = find_family(config.model_type)
-    settings, world, place = settings_of(family, config.to_dict(), ignore), World.current(), Place.current()
+    world, place = World.current(), Place.current()
+    settings = settings_of(family, config.to_dict(), [*ignore, *getattr(models[0], "transformers_ignored", ())])
     check_same(settings, models[0])
     sizes = sizes_of(models[0], settings["vocab_size"])
     state = shared_state(family, models, place, sizes, world, settings["share_embeddings_and_output_weights"])

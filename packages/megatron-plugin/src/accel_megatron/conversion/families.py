@@ -101,7 +101,7 @@ LLAMA = Family(
 QWEN2 = Family(
     "qwen2",
     (*_EMBEDDINGS, *_ATTENTION, _QKV_BIAS, *_MLP),
-    _FIELDS | _WINDOWS,
+    _FIELDS | _WINDOWS | {"use_mrope": _FALSE},
     _SETTINGS | {"add_qkv_bias": True},
     _TIED,
     unused=frozenset({"max_window_layers"}),
