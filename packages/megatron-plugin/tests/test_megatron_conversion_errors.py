@@ -181,26 +181,15 @@ def test_a_family_without_a_table_is_refused_with_those_known():
         find_family("t5")
 
 
-def before_the_groups():
-    from accel_megatron import from_transformers
-
-    return message_of(from_transformers, LLAMA())
-
-
-def test_without_process_groups_the_call_says_what_to_do_first():
-    [(kind, text)] = run_ranks(before_the_groups, 1)
-    assert kind == "RuntimeError"
-    assert "Accelerator(strategy=Megatron(...)) first" in text
-
-
 def misuse(folder: Path):
     """On each rank: errors of models and configurations that do not belong together."""
     from accel_megatron import from_transformers, to_transformers
     from accel_megatron.conversion.building import build_model
 
+    found = {"too early": message_of(from_transformers, LLAMA())}
     conversion_models.start(Sizes(tensor=2))
     model, config = from_transformers(LLAMA()), LLAMA()
-    found = {"unknown": message_of(from_transformers, LLAMA(), colour="red")}
+    found["unknown"] = message_of(from_transformers, LLAMA(), colour="red")
     family = find_family("llama")
     bare = build_model(settings_of(family, config.to_dict()))
     found["no configuration"] = message_of(to_transformers, bare, folder)
@@ -225,6 +214,7 @@ def with_a_bias(model):
 
 def test_models_and_configurations_that_do_not_belong_together_are_refused_on_every_rank(tmp_path):
     for found in run_ranks(misuse, 2, tmp_path):
+        assert "Accelerator(strategy=Megatron(...)) first" in found["too early"][1]
         assert found["unknown"][0] == "TypeError"
         assert "neither TransformerConfig nor GPTModel of Megatron-core has that" in found["unknown"][1]
         assert "not built by from_transformers(), and has none. Pass it" in found["no configuration"][1]
