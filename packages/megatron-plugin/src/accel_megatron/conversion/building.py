@@ -167,7 +167,7 @@ def _read_config(folder: Path) -> Any:
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(
             f"from_transformers() was asked to read {str(folder)!r}, which should be a folder with config.json and weights, but there is "
-            f"no {folder / 'config.json'}. Pass a configuration, or download the model: huggingface_hub.snapshot_download(name)."
+            f"no {folder / 'config.json'}. Pass a configuration; or download the model with snapshot_download of huggingface_hub, and pass its folder."
         )
     return AutoConfig.from_pretrained(folder, local_files_only=True)
 

@@ -52,7 +52,7 @@ def to_transformers(
     if config is None:
         raise ValueError(
             "to_transformers() writes a configuration beside the weights, but this model was not built by from_transformers(), and "
-            "has none. Pass it: to_transformers(model, folder, config=LlamaConfig(...))."
+            "has none. Pass it: to_transformers(model, folder, config=...), a LlamaConfig of transformers, say."
         )
     family = find_family(config.model_type)
     world, place = World.current(), Place.current()
