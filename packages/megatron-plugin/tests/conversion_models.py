@@ -39,6 +39,12 @@ CONFIGS = {
 }
 
 
+def load_transformers() -> None:
+    """Imports what takes long and changes the environment, and switches off progress bars, whose thread stays."""
+    transformers.utils.logging.disable_progress_bar()
+    transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"]())
+
+
 def make(name: str, folder: Path) -> Path:
     """A folder as `save_pretrained` writes it, in several parts; no weight has the value that a new model gives it."""
     torch.manual_seed(0)

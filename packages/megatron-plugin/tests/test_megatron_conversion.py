@@ -17,6 +17,7 @@ FAMILIES = ["llama", "llama_tied", "gpt2", "qwen2", "qwen3", "mixtral"]
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory):
+    conversion_models.load_transformers()
     root = tmp_path_factory.mktemp("transformers")
     return {name: conversion_models.make(name, root) for name in conversion_models.CONFIGS}
 

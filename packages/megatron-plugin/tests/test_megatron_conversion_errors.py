@@ -20,6 +20,11 @@ from accel_testing import run_ranks
 LLAMA = conversion_models.CONFIGS["llama"]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def transformers_loaded():
+    conversion_models.load_transformers()
+
+
 def message_of(function, *arguments, **settings):
     try:
         function(*arguments, **settings)
@@ -198,7 +203,8 @@ def misuse(folder: Path):
     config = LLAMA()
     config.rope_parameters = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
     found["other rotation"] = message_of(to_transformers, model, folder, config=config)
-    found["biases"] = message_of(to_transformers, from_transformers(LLAMA(), add_qkv_bias=True), folder)
+    found["other scale"] = message_of(to_transformers, from_transformers(LLAMA(), softmax_scale=0.5), folder)
+    found["biases"] = message_of(from_transformers, LLAMA(), add_qkv_bias=True)
     found["rows"] = message_of(to_transformers, with_a_bias(model), folder)
     (folder / "file").write_text("")
     found["disk"] = message_of(to_transformers, from_transformers(LLAMA()), folder / "file")
@@ -220,7 +226,8 @@ def test_models_and_configurations_that_do_not_belong_together_are_refused_on_ev
         assert "not built by from_transformers(), and has none. Pass it" in found["no configuration"][1]
         assert "the model has layernorm_epsilon=0.001 instead of 0.0001" in found["other epsilon"][1]
         assert "other frequencies of rotary embeddings than {'rotary_base': 10000.0" in found["other rotation"][1]
-        assert "the model has add_qkv_bias=True instead of False" in found["biases"][1]
+        assert "the model has softmax_scale=0.5 instead of None" in found["other scale"][1]
+        assert "its table has no row for 4 parameters of this GPTModel: decoder.layers.0.self" in found["biases"][1]
         assert "its table has no row for 1 parameters of this GPTModel: decoder.extra" in found["rows"][1]
         assert found["disk"][0] in ("NotADirectoryError", "OSError", "FileExistsError")
         assert found["pass it"] is None
@@ -259,15 +266,19 @@ def test_third_parties_families_compute_the_same(offered, tmp_path):
         assert all(each.read_again for each in found)
 
 
-def test_two_tables_of_a_family_and_what_is_none_are_refused(offered):
-    offered("their-families", "llama = their_families:PHI3", "phi3 = their_families:NO_FAMILY")
+def test_two_tables_of_a_family_are_refused(offered):
+    offered("their-families", "llama = their_families:PHI3")
     with pytest.raises(
-        PluginError,
-        match="several distributions say how: accel_megatron.* of accel-megatron .*, their_families:PHI3 of",
+        PluginError, match="several distributions say how: accel_megatron.* of accel-megatron .*, their_fam"
     ):
         find_family("llama")
-    with pytest.raises(
-        PluginError,
-        match=r"'phi3' of the group 'accel_megatron.families', their_families:NO_FAMILY of .* it is a str\.",
-    ):
+
+
+def test_what_is_no_table_is_refused(offered):
+    offered("their-families", "phi3 = their_families:NO_FAMILY", "olmo = their_families:PHI3")
+    with pytest.raises(PluginError, match=r"The entry point 'phi3' .*, their_families:NO_FAMILY of .* it is a str\."):
         find_family("phi3")
+    with pytest.raises(
+        PluginError, match=r"The entry point 'olmo' .*, their_families:PHI3 of .* it is one of 'phi3'\."
+    ):
+        find_family("olmo")

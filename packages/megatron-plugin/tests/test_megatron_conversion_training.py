@@ -15,6 +15,11 @@ from accel_testing import run_ranks
 LEARNING_RATE = 0.05
 
 
+@pytest.fixture(scope="module", autouse=True)
+def transformers_loaded():
+    conversion_models.load_transformers()
+
+
 def train(cases):
     """On each rank: one step of each model, in an arrangement of its own."""
     from accel_core import Accelerator
