@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -42,7 +43,8 @@ CONFIGS = {
 def load_transformers() -> None:
     """Imports what takes long and changes the environment, and switches off progress bars, whose thread stays."""
     transformers.utils.logging.disable_progress_bar()
-    transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"]())
+    with tempfile.TemporaryDirectory() as folder:
+        load(make("llama", Path(folder)))
 
 
 def make(name: str, folder: Path) -> Path:

@@ -55,7 +55,7 @@ def reference(folder: Path):
     loss = torch.nn.functional.cross_entropy(model(TOKENS).logits.transpose(1, 2), TOKENS)
     loss.backward()
     optimizer.step()
-    return model.state_dict(), float(loss)
+    return model.state_dict(), loss.item()
 
 
 TENSOR, PIPELINE = {"tensor_parallel": 2}, {"pipeline_parallel": 2}
