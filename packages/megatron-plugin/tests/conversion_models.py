@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
@@ -141,20 +142,20 @@ def _convert(folder: Path, target: Path, sizes: Sizes, settings: dict[str, objec
 
 @contextmanager
 def counted():
-    """The numbers of bytes that are read of tensors in files."""
-    from accel_checkpoint.weights.safetensors_file import SafetensorsFile
+    """The numbers of bytes that are read of tensors in files: what lies behind a length of eight bytes and a header."""
+    original, found = os.preadv, []
 
-    original, found = SafetensorsFile.read, []
+    def preadv(descriptor, places, offset):
+        count = original(descriptor, places, offset)
+        if offset > 8:
+            found.append(count)
+        return count
 
-    def read(self, position, place):
-        found.append(len(place))
-        original(self, position, place)
-
-    SafetensorsFile.read = read
+    os.preadv = preadv
     try:
         yield found
     finally:
-        SafetensorsFile.read = original
+        os.preadv = original
 
 
 def _pairs(old, new):
