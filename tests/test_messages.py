@@ -24,6 +24,7 @@ import accel_data
 import accel_deepspeed
 import accel_fsdp
 import accel_launch
+import accel_megatron
 import accel_precision
 import accel_testing
 import accel_trackers
@@ -48,6 +49,7 @@ OURS = (
         accel_deepspeed,
         accel_fsdp,
         accel_launch,
+        accel_megatron,
         accel_precision,
         accel_testing,
         accel_trackers,

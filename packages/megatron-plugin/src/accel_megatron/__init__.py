@@ -9,13 +9,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from accel_megatron.conversion import ROPE, Family, Row, find_family, from_transformers, to_transformers
     from accel_megatron.strategy import Megatron
 
-__all__ = ["Megatron"]
+__all__ = ["ROPE", "Family", "Megatron", "Row", "find_family", "from_transformers", "to_transformers"]
 
 __version__ = "0.1.0"
 
-_MODULES = {"Megatron": "strategy"}
+_MODULES = {
+    "Megatron": "strategy",
+    **dict.fromkeys(["ROPE", "Family", "Row", "find_family", "from_transformers", "to_transformers"], "conversion"),
+}
 
 
 def __getattr__(name: str) -> Any:

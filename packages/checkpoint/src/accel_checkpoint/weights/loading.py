@@ -120,15 +120,23 @@ def load_checkpoint_in_model(
         _fill(slots, stored, misfits, casts, type(inner).__name__)
 
 
-def load_weights(state: State, checkpoint: str | os.PathLike[str], name: str) -> None:
+def load_weights(
+    state: State,
+    checkpoint: str | os.PathLike[str],
+    name: str,
+    rename: Callable[[str], str | None] | None = None,
+) -> None:
     """Reads weights into a model's entries, as the hook `model_state` gives them: all, or raises.
 
     No collective: each rank reads what it has of them, in the dtypes of the state. `checkpoint`
     and errors are as for `load_checkpoint_in_model`; `name` is that of the model in messages.
+    `rename` gives the name in the state of one in the files, or None to leave it out.
     """
     slots = slots_of(state)
     with ExitStack() as files:
         stored = stored_in(Path(checkpoint), files)
+        if rename is not None:
+            stored = {new: each for old, each in stored.items() if (new := rename(old)) is not None}
         misfits = _compare(slots, stored)
         if misfits.any:
             raise CheckpointError(f"{misfits.text(name, checkpoint)}\nPass the weights of the same model.")
