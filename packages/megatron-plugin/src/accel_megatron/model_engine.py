@@ -307,6 +307,7 @@ class ModelEngine:
                     if id(shard) in held and state:
                         distributed.optimizer.state[shard] = state
 
+    @torch.no_grad()
     def publish(self) -> None:
         """Gives the model the values of the masters. A collective."""
         for distributed in self._distributed or ():
