@@ -38,6 +38,10 @@ def caught(call, *args, **kwargs):
     return "nothing was raised"
 
 
+def enter(context, model):
+    context(model).__enter__()
+
+
 def accelerate(**sizes):
     return Accelerator(strategy=Megatron(**sizes), cpu=True)
 
@@ -52,7 +56,6 @@ class Mixed(nn.Module):
 
 def say_of_one():
     """What is said in a world of one, by what it is about."""
-    from accel_checkpoint import Extent
     from accel_core.api.layouts import Box
     from accel_megatron import layouts
 
@@ -90,7 +93,7 @@ def say_of_one():
     said["narrow"] = caught(accelerator.prepare, narrow)
     weight = nn.Parameter(torch.ones(4, 4))
     boxes = (Box((0, 0), (4, 1)), Box((0, 2), (4, 3)))
-    said["boxes"] = caught(layouts._check, "weight", weight, [box for box in Extent((4, 8), boxes).boxes])
+    said["boxes"] = caught(layouts._check, "weight", weight, boxes)
     two = nn.Linear(2, 2)
     said["two"] = caught(accelerator.prepare, two, torch.optim.SGD([two.weight], lr=0.1))
     accelerator.end_training()
@@ -145,8 +148,8 @@ def say_of_two():
     args, kwargs = inputs(batches(0)[0])
     said["call"] = caught(run.model, *args, **kwargs)
     said["backward"] = caught(run.accelerator.backward, torch.ones(1, requires_grad=True).sum())
-    said["accumulate"] = caught(lambda: run.accelerator.accumulate(run.model).__enter__())
-    said["no_sync"] = caught(lambda: run.accelerator.no_sync(run.model).__enter__())
+    said["accumulate"] = caught(enter, run.accelerator.accumulate, run.model)
+    said["no_sync"] = caught(enter, run.accelerator.no_sync, run.model)
     said["three"] = caught(run.accelerator.forward_backward, run.model, batches(0)[:3], loss_fn, inputs)
     said["layers"] = caught(
         run.accelerator.build_model, lambda **place: gpt(place.pop("parallel"), **place, num_layers=3)
