@@ -148,7 +148,6 @@ def say_of_two():
     args, kwargs = inputs(batches(0)[0])
     said["call"] = caught(run.model, *args, **kwargs)
     said["backward"] = caught(run.accelerator.backward, torch.ones(1, requires_grad=True).sum())
-    said["accumulate"] = caught(enter, run.accelerator.accumulate, run.model)
     said["no_sync"] = caught(enter, run.accelerator.no_sync, run.model)
     said["three"] = caught(run.accelerator.forward_backward, run.model, batches(0)[:3], loss_fn, inputs)
     said["layers"] = caught(
@@ -156,6 +155,8 @@ def say_of_two():
     )
     parameter = nn.Linear(2, 2)
     said["plain pipeline"] = caught(run.accelerator.prepare, parameter)
+    run.accelerator.gradient_accumulation_steps = 2
+    said["accumulate"] = caught(enter, run.accelerator.accumulate, run.model)
     del run
     accelerator = accelerate(distributed_optimizer=True)
     model = nn.Linear(2, 2)

@@ -25,7 +25,7 @@ class TestPlainCheckpoints(CheckpointSuite):
     strategy = plain
 
 
-@pytest.mark.full("megatron")
+@pytest.mark.full
 class TestDistributed(StrategySuite):
     strategy = distributed
 
