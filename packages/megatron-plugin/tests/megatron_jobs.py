@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
-from accel_core import Accelerator
+from accel_core import Accelerator, World
 from accel_megatron import Megatron
 from accel_megatron.layouts import parts_of
 
@@ -128,12 +128,15 @@ class Run:
 
     def __init__(self, mesh=None, lr=1e-2, mixed_precision=None, **model_options):
         megatron_cpu.use_cpu()
-        self.accelerator = Accelerator(strategy=Megatron(**(mesh or {})), cpu=True, mixed_precision=mixed_precision)
+        strategy = mesh if isinstance(mesh, str) else Megatron(**(mesh or {}))
+        self.accelerator = Accelerator(strategy=strategy, cpu=True, mixed_precision=mixed_precision)
+        if isinstance(mesh, str):
+            alone(self.accelerator)
 
         def factory(parallel, **place):
             return gpt(parallel, **place, **model_options)
 
-        model = self.accelerator.build_model(factory)
+        model = factory({}) if isinstance(mesh, str) else self.accelerator.build_model(factory)
         optimizer = torch.optim.AdamW(groups_of(model), lr=lr)
         self.model, self.optimizer, self.scheduler = self.accelerator.prepare(
             model, optimizer, StepLR(optimizer, 2, 0.9)
@@ -163,6 +166,16 @@ class Run:
             for name, terms in state.items()
             for term in terms
         }
+
+
+def alone(accelerator):
+    """Has Megatron run as if each rank were alone, under a strategy that knows nothing of it."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+    World.current().subgroup(range(accelerator.num_processes))  # a world of one has no group before
+    parallel_state.initialize_model_parallel(1, 1)
+    model_parallel_cuda_manual_seed(1)
 
 
 def groups_of(model):
@@ -198,12 +211,42 @@ def train(mesh, steps=1, clip=None, **options):
     return losses, gradients, norms
 
 
+def placed(place):
+    """The arrangement of a name: sizes of Megatron, or another strategy."""
+    if place in MESHES:
+        return MESHES[place][1]
+    return {"alone": "single", "single": {}}.get(place, place)
+
+
+def save(place, steps, folder):
+    """Trains so many steps, and saves."""
+    run = Run(placed(place), gated=True)
+    losses = []
+    for step in range(steps):
+        losses.append(run.window(step).item())
+        run.step()
+    run.accelerator.save_state(folder)
+    return losses
+
+
+def resume(place, steps, folder):
+    """Loads into a run with other weights, and trains on."""
+    run = Run(placed(place), gated=True)
+    with torch.no_grad():
+        for each in run.accelerator.unwrap_model(run.model).parameters():
+            each.mul_(0.5)
+    run.accelerator.load_state(folder)
+    losses = []
+    for step in range(steps, 2 * steps):
+        losses.append(run.window(step).item())
+        run.step()
+    return losses
+
+
 def reference(steps=1, clip=None, lr=1e-2, **options):
     """The same in one process, by Megatron's model and torch alone: the mean over all tokens that count."""
     megatron_cpu.use_cpu()
     from megatron.core import parallel_state
-
-    from accel_core import World
 
     World.current().subgroup([0])
     parallel_state.initialize_model_parallel(1, 1)

@@ -197,12 +197,10 @@ class ModelEngine:
         return parameter.new_empty(0, dtype=torch.float32) if shard is None else shard.detach()
 
     def gradient(self, parameter: Any) -> torch.Tensor:
-        """What this rank has of a final gradient, live: whole, or flat."""
-        whole: torch.Tensor = parameter.main_grad
-        if self._distributed is None:
-            return whole
+        """What this rank has of a final gradient, live, flat."""
         start, stop = self.flat_interval(parameter)
-        return whole.view(-1)[start:stop]
+        found: torch.Tensor = parameter.main_grad.view(-1)[start:stop]
+        return found
 
     def gradient_state(self) -> GradientState:
         """See the hook of that name."""
@@ -309,6 +307,7 @@ class ModelEngine:
                     if id(shard) in held and state:
                         distributed.optimizer.state[shard] = state
 
+    @torch.no_grad()
     def publish(self) -> None:
         """Gives the model the values of the masters. A collective."""
         for distributed in self._distributed or ():

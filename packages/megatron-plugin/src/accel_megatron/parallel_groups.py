@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 import weakref
 from dataclasses import asdict, dataclass
@@ -120,11 +121,14 @@ def arrange(world: World, sizes: Sizes, user: object) -> Arrangement:
     group = world.subgroup(range(world.size))  # a world of one has no group before
     if _arranged and not _arranged[0].is_for(group, sizes):
         if _arranged[0].in_use:
+            gc.collect()  # an Accelerator that nobody holds may be in a circle of references
+        if _arranged and _arranged[0].in_use:
             raise RuntimeError(
                 f"Megatron was asked for {sizes.describe()}, but this process has an Accelerator with {_arranged[0].sizes.describe()}, and "
                 f"Megatron-core keeps one arrangement of processes at a time. Drop that Accelerator first, with all that it prepared."
             )
-        _arranged[0].close()
+        for former in _arranged.copy():
+            former.close()
     if not _arranged:
         _initialize(sizes)
         _arranged.append(Arrangement(world, sizes, group))

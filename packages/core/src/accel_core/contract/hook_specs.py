@@ -317,6 +317,7 @@ class HookSpecs:
             keyword arguments; `scale_loss(loss)`, called before every backward.
         Returns: the weighted mean loss over the window and all data-parallel ranks, 0-d, detached,
             not scaled; its scaled gradient is added to what was there. Counts as one backward.
+            Without gradients enabled it runs forwards alone, and `loss_fn` where outputs are.
         Default: a loop over the window (`accel_core.loop.forward_backward`).
         """
 

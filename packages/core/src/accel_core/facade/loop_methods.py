@@ -122,8 +122,10 @@ class LoopMethods(AcceleratorParts):
         ranks. `loss_fn(output, batch)` gives the loss *summed* over the micro-batch, 0-d, and its
         weight: over how many tokens or samples. `inputs(batch)` gives the model's arguments, a
         tuple and a dict; None: a mapping as keywords, of a tuple or list the first element. Returns
-        the weighted mean loss, 0-d, detached, on `device`; nan if all weights are 0. Raises
-        `ValueError` without a micro-batch, `RuntimeError` in a window or `join_uneven_inputs`.
+        the weighted mean loss, 0-d, detached, on `device`; nan if all weights are 0. In
+        `torch.no_grad()` it is an evaluation: forwards alone, by pipelines too, and `loss_fn` is
+        called where outputs are, on the last stage. Raises `ValueError` without a micro-batch,
+        `RuntimeError` in a window or `join_uneven_inputs`.
         """
         if self._prepared.fused:
             fused_backward.refuse("forward_backward()", self._prepared.optimizers)
@@ -142,7 +144,8 @@ class LoopMethods(AcceleratorParts):
             mean = relay.forward_backward(model, micro_batches, loss_fn, inputs, relay.scale_loss)
         if (mark := self._world.mark) is not None:
             mark.record()
-        self._accumulation.count_backward()
+        if torch.is_grad_enabled():
+            self._accumulation.count_backward()
         return mean
 
     def no_sync(self, model: nn.Module | None = None) -> AbstractContextManager[None]:

@@ -80,6 +80,8 @@ class WindowLoop:
                         # Zero also if the loss is not finite, which `loss * 0` is not.
                         loss, weight = loss.masked_fill(loss.new_ones((), dtype=torch.bool), 0.0), 0.0
                     parts.append((loss.detach(), weight))
+                    if not torch.is_grad_enabled():
+                        continue
                     if self._reference is None:
                         self._reference = self._corrected(1.0, *self._total(parts))[0]
                     factor = 1.0 / self._reference
@@ -91,6 +93,9 @@ class WindowLoop:
                     del loss  # its graph is not to last through the next forward
             if not parts:
                 raise ValueError(_EMPTY)
+            if not torch.is_grad_enabled():
+                mean = self._corrected(1.0, *self._total(parts))[2]
+                return torch.as_tensor(mean, dtype=parts[0][0].dtype, device=self._world.device)
             relay.synchronise_gradients()
             self._reference, factor, mean = self._corrected(self._reference, *self._total(parts))
             prepared.gradients.scale(parameters, factor)
