@@ -327,6 +327,11 @@ class World:
             groups[ranks, purpose] = made
         return groups[ranks, purpose]
 
+    def compute_on(self, device: torch.device) -> None:
+        """Computes there from now on, as a strategy says that knows a device which torch does not."""
+        self.device = device
+        vars(self).pop("widest", None)
+
     def close_before_end(self, closeable: Closeable) -> None:
         """Has `closeable.close()` called before the group or process ends. Held weakly."""
         self._to_close = [reference for reference in self._to_close if reference() is not None]
