@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 
 from accel_core.base.deprecation import level_of_the_user
-from accel_core.base.errors import PluginError, WorldError
+from accel_core.base.errors import PluginError
 from accel_core.contract.default_components import DETECTOR, RECORDER
 from accel_core.contract.hook_specs import CHECKPOINT_HOOKS
 from accel_core.contract.precision_policy import FULL, Precision
@@ -132,7 +132,10 @@ def assemble(given: Mapping[str, Any]) -> Assembly:
     _check_checkpoints(activation)
     layout = activation.relay.layout(world)
     _check_layout(layout, world, strategy.selected.name)
-    _choose_device(layout, world, strategy.selected.name, cpu)
+    if layout.device is not None:
+        world.compute_on(layout.device)
+    elif world.device.type == "cpu" and not cpu.value:
+        refuse_unknown_devices()
     component = loader[0].selected.component if loader else None
     per_process = given["step_scheduler_per_process"] and not getattr(component, "split_batches", False)
     with_optimizer, multiplied = given["step_scheduler_with_optimizer"], world.size if per_process else None
@@ -296,17 +299,6 @@ def _check_checkpoints(activation: Activation) -> None:
     if saves is not loads or (waits is not None and waits is not saves):
         who = ", ".join(f"{hook} by {'the default' if one is None else one.describe()}" for hook, one in owners.items())
         raise PluginError(f"Checkpoints would be saved and loaded by different owners: {who}. Let one plugin own all.")
-
-
-def _choose_device(layout: Layout, world: World, strategy: str, cpu: Option[Any]) -> None:
-    """Computes on the strategy's device; raises on a machine whose device nobody chosen knows."""
-    if layout.device is not None and cpu.value:
-        what = f"cpu=True was asked for ({cpu.source}), but strategy {strategy!r} computes on {str(layout.device)!r}."
-        raise WorldError(f"{what} Leave one of them out.")
-    if layout.device is not None:
-        world.compute_on(layout.device)
-    elif world.device.type == "cpu" and not cpu.value:
-        refuse_unknown_devices()
 
 
 def _check_layout(layout: Layout, world: World, strategy: str) -> None:

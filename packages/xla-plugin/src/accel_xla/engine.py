@@ -92,6 +92,11 @@ class Engine:
             target.copy_(part[tuple(slice(size) for size in target.shape)])  # the last part may be padded
         return whole
 
+    def host_copies(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copies of small or few tensors in CPU memory, all computed as one graph."""
+        found: list[torch.Tensor] = self._xla._XLAC._xla_get_cpu_tensors(list(tensors)) if tensors else []
+        return found
+
     def compilations(self) -> int:
         """How many graphs were compiled in this process."""
         found = self._metrics.metric_data("CompileTime")

@@ -143,7 +143,11 @@ def begin_moments(engine: Engine, optimizer: Any) -> None:
     lists = len(inspect.signature(collect).parameters) - 1
     for group in optimizer.param_groups:
         collect(group, *([] for _ in range(lists)))
-    for state in optimizer.state.values():
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor) and value.device.type == "xla":
-                state[key] = value.cpu().to(engine.device)
+    places = [(state, key) for state in optimizer.state.values() for key, value in state.items() if _is_on_mesh(value)]
+    copies = engine.host_copies([state[key] for state, key in places])
+    for (state, key), copy in zip(places, copies, strict=True):
+        state[key] = copy.to(engine.device)
+
+
+def _is_on_mesh(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == "xla"

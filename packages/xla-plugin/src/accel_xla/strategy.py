@@ -65,6 +65,11 @@ class XLA(Strategy):
                 f"over several hosts was never run, so it is refused. Start the script on one host."
             )
         self._engine = Engine(self._shard)
+        if world.cpu_only and self._engine.kind != "CPU":
+            raise WorldError(
+                f"cpu=True was asked for, and strategy 'xla' computes on {self._engine.devices} {self._engine.kind} devices. Leave "
+                f"cpu=True out; or set PJRT_DEVICE=CPU, to have XLA compute on the CPU."
+            )
         self._batches = Batches(self._engine)
         layout = Layout.data_parallel(world)
         return Layout(layout.shard, mesh=self._engine.mesh, device=self._engine.device, place_batch=self._place_batch)
@@ -106,7 +111,15 @@ class XLA(Strategy):
     def backward(self, loss: torch.Tensor, weight: float, options: dict[str, Any]) -> None:
         """Records a backward; it runs at the end of the window, with the step."""
         self._in_window = True
-        (loss if weight == 1.0 else loss * weight).backward(**options)
+        try:
+            (loss if weight == 1.0 else loss * weight).backward(**options)
+        except RuntimeError as error:
+            if "device_ready_queues_" not in str(error):
+                raise
+            raise RuntimeError(
+                "This process ran a backward before its first Accelerator(strategy='xla') was made, and torch's autograd looks for "
+                "devices in the first backward only. Make the Accelerator before anything is trained."
+            ) from error
 
     @hookimpl
     def apply_step(self, optimizer: Optimizer, step: Callable[[], Any]) -> Any:
