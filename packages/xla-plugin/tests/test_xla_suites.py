@@ -33,38 +33,46 @@ def hybrid():
 class TestOnOneDevice(StrategySuite):
     strategy = on_one_device
     worlds = (1,)
+    timeout = 500.0
 
 
 class TestOnFourDevices(StrategySuite):
     strategy = on_four_devices
     worlds = (1,)
+    timeout = 500.0
 
 
 class TestSharded(StrategySuite):
     strategy = sharded
     worlds = (1,)
+    timeout = 500.0
 
 
 class TestHybrid(StrategySuite):
     strategy = hybrid
     worlds = (1,)
+    timeout = 500.0
 
 
 class TestOnOneDeviceCheckpoints(CheckpointSuite):
     strategy = on_one_device
     worlds = (1,)
+    timeout = 500.0
 
 
 class TestOnFourDevicesCheckpoints(CheckpointSuite):
     strategy = on_four_devices
     worlds = (1,)
+    timeout = 500.0
 
 
 class TestShardedCheckpoints(CheckpointSuite):
     strategy = sharded
     worlds = (1,)
+    timeout = 500.0
 
 
 class TestHybridCheckpoints(CheckpointSuite):
     strategy = hybrid
     worlds = (1,)
+    timeout = 500.0

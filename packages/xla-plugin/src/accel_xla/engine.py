@@ -144,10 +144,11 @@ def register_device_module(torch_xla: Any) -> None:
     module = types.ModuleType("torch.xla", "Random numbers of XLA devices, for what asks torch for those of a device.")
 
     def get_rng_state(device: Any = None) -> torch.Tensor:  # noqa: ARG001  (one stream for all of the mesh)
-        return torch.tensor([xla_model.get_rng_state()], dtype=torch.int64)
+        state = int(xla_model.get_rng_state())  # 64 bits without a sign
+        return torch.tensor([state - 2**64 if state >= 2**63 else state], dtype=torch.int64)
 
     def set_rng_state(state: torch.Tensor, device: Any = None) -> None:  # noqa: ARG001
-        xla_model.set_rng_state(int(state))
+        xla_model.set_rng_state(int(state) % 2**64)
 
     def manual_seed(seed: int) -> None:
         xla_model.set_rng_state(int(seed) % 2**63)
