@@ -2,12 +2,14 @@
 
     nox -s tests                   what CI runs: style, types, the tests of all packages from their wheels, but for the longest
     nox -s full                    everything: the longest tests, every tracker's service, every set of packages, third parties
+    nox -s oldest                  the tests of all packages with the oldest torch that they ask for
     nox -r -s tests -- core        the inner loop: only the tests of packages/core; what follows the names goes to pytest
     nox -l                         the other sessions
 
 Packages are found by globbing `packages/*`. They are tested as users get them: built into wheels and installed by path,
 with what they need of each other, in one pip command, so that pip never looks for them on an index. Every environment is
-built with `-c constraints.txt`, which says which torch it is, and runs one thread a process, because ranks share the cores.
+built with `-c constraints.txt`, which says which torch it is, and runs one thread a process, because ranks share the cores;
+but for that of `oldest`, which constraints-oldest.txt describes.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ TRAINING = [name for name in PACKAGES if name != METADATA]
 THIRD_PARTIES = [path.parent for path in sorted(ROOT.glob("examples/*/pyproject.toml"))]
 TRAINED_ON = {"accel-toydevice": ("data", "fsdp-plugin")}
 """What of ours, beside the core, a third party's tests run: of the others it would only hide that they need it."""
+CONSTRAINTS, OLDEST = "constraints.txt", "constraints-oldest.txt"
 QUICKSTART = "examples/quickstart.py"
 ACCEPTANCE = "tests/gpu_acceptance.py"
 SHARDED = ("--strategy", "fsdp", "--mixed-precision", "bf16")
@@ -118,6 +121,20 @@ def full(session: nox.Session) -> None:
 
 
 @nox.session
+def oldest(session: nox.Session) -> None:
+    """The tests of all packages with the oldest torch that they ask for: before an issue is called done, and before a release.
+
+    Its builds bring GPU libraries of several gigabytes, which are not used: what is tested are processes on CPUs.
+    """
+    names, arguments = chosen(session)
+    with phase("installation"):
+        install(session, PACKAGES, *TEST, *EXAMPLES, constraints=OLDEST)
+    with phase("tests"):
+        hidden = {"CUDA_VISIBLE_DEVICES": "", **required(["tensorboard"])}
+        session.run("pytest", *SIDE_BY_SIDE, *folders(names or TESTED), *arguments, env=hidden)
+
+
+@nox.session
 def services(session: nox.Session) -> None:
     """Every tracker over its service's own client, all of them together, and their pages in a browser."""
     clients = [need for needs in PROJECTS["trackers"]["optional-dependencies"].values() for need in needs]
@@ -187,7 +204,7 @@ def hello(session: nox.Session) -> None:
     What they are built with comes first: one of them has a part in C++, which is compiled against the torch that it meets.
     """
     built_with = {need for folder in THIRD_PARTIES for need in build_requirements(folder)}
-    session.install("--prefer-binary", "-c", "constraints.txt", *sorted(built_with))
+    session.install("--prefer-binary", "-c", CONSTRAINTS, *sorted(built_with))
     install(
         session,
         ["core", "testing", "big-model", "data", "precision", "diagnostics"],
@@ -198,7 +215,7 @@ def hello(session: nox.Session) -> None:
         if folder.name in TRAINED_ON:
             session.install(
                 "-c",
-                "constraints.txt",
+                CONSTRAINTS,
                 *build_wheels(session, [PACKAGES[name] for name in closure(TRAINED_ON[folder.name])]),
             )
         session.run("pytest", str(folder / "tests"), *session.posargs)
@@ -363,7 +380,13 @@ def run_script(
     session.run("python", *([*launch, str(world)] if world > 1 else []), script, *arguments)
 
 
-def install(session: nox.Session, names: Iterable[str], *requirements: str, others: Sequence[Path] = ()) -> None:
+def install(
+    session: nox.Session,
+    names: Iterable[str],
+    *requirements: str,
+    others: Sequence[Path] = (),
+    constraints: str = CONSTRAINTS,
+) -> None:
     """Installs packages as wheels, with those of ours that they need and these requirements, in one pip command.
 
     Ours are uninstalled first: in an environment that is reused, pip would keep a wheel of the same version.
@@ -375,7 +398,7 @@ def install(session: nox.Session, names: Iterable[str], *requirements: str, othe
         ours = [project["name"] for project in PROJECTS.values()] + [folder.name for folder in others]
         session.run("python", "-m", "pip", "uninstall", "--quiet", "--yes", *ours, silent=True)
         wheels = build_wheels(session, folders)
-    session.install("--prefer-binary", "-c", "constraints.txt", *wheels, *requirements)
+    session.install("--prefer-binary", "-c", constraints, *wheels, *requirements)
 
 
 def build_wheels(session: nox.Session, folders: list[Path]) -> list[str]:

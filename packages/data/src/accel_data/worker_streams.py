@@ -18,7 +18,7 @@ the dataset. Once seen, a worker keeps to it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -262,7 +262,8 @@ def watch(info: torch_worker.WorkerInfo, dataset: Any) -> WatchedInfo:
 
     torch has no public way to do that. The process is a worker's, which does nothing else.
     """
-    values = {field.name: getattr(info, field.name) for field in fields(info)}
+    # A dataclass since torch 2.13; annotated before, too.
+    values = {name: getattr(info, name) for name in torch_worker.WorkerInfo.__annotations__}
     watched = WatchedInfo(**{**values, "dataset": dataset})
     torch_worker._worker_info = watched
     assert get_worker_info() is watched

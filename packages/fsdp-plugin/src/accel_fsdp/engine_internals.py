@@ -1,7 +1,7 @@
 """Gradients that have not travelled, and other state of torch's engine that has no public name.
 
-All private attributes of `torch.distributed.fsdp` that this package uses are used here. Tried with
-torch 2.13.
+All private attributes of `torch.distributed.fsdp` that this package uses are used here and in
+`torch_versions`. Tried with torch 2.9 and 2.13.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from accel_core.api.component import all_gather_single, reduce_scatter_single
 from accel_fsdp.sharding import local_of
+from accel_fsdp.torch_versions import param_groups
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,7 +34,7 @@ MOST_SIZES = 64
 def cut_parameters(units: Iterable[nn.Module]) -> list[Any]:
     """The engine's record of each parameter of some units, once."""
     states = {id(state): state for state in map(engine_state, units)}
-    return [cut for state in states.values() for group in state._fsdp_param_groups for cut in group.fsdp_params]
+    return [cut for state in states.values() for group in param_groups(state) for cut in group.fsdp_params]
 
 
 def held_gradients(model: nn.Module, cuts: Iterable[Any]) -> dict[str, torch.Tensor]:
@@ -86,7 +87,7 @@ def clear(cuts: Iterable[Any], set_to_none: bool) -> None:
 
 def is_any_gathered(state: Any) -> bool:
     """Whether parameters of a unit are gathered; `reshard()` costs microseconds anyway."""
-    return any(not group.is_sharded for group in state._fsdp_param_groups)
+    return any(not group.is_sharded for group in param_groups(state))
 
 
 def was_interrupted(state: Any) -> bool:
@@ -137,7 +138,7 @@ def keep_in_parts(unit: nn.Module | list[nn.Module], mesh: DeviceMesh) -> None:
     from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 
     info = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
-    for group in engine_state(unit[0] if isinstance(unit, list) else unit)._fsdp_param_groups:
+    for group in param_groups(engine_state(unit[0] if isinstance(unit, list) else unit)):
         group.post_forward_mesh_info = info
         for cut in group.fsdp_params:
             cut.post_forward_mesh_info = info
@@ -154,7 +155,7 @@ def gather_apart(model: nn.Module, world: World) -> None:
     if world.device.type != "cpu" or world.size == 1:
         return
     for state in dict.fromkeys(state for module in model.modules() if (state := engine_state(module)) is not None):
-        for group in state._fsdp_param_groups:
+        for group in param_groups(state):
             if isinstance(group._all_gather_comm, GatherApart):
                 continue
             shapes = [(tuple(cut.sharded_param.shape), cut.sharded_param.dtype) for cut in group.fsdp_params]
@@ -193,7 +194,7 @@ class GatherApart:
 
 def gather_as_stored(unit: nn.Module | list[nn.Module], modules: Collection[nn.Module]) -> None:
     """Has a unit gather the parameters of some modules in their own dtype, with all others."""
-    for group in engine_state(unit[0] if isinstance(unit, list) else unit)._fsdp_param_groups:
+    for group in param_groups(engine_state(unit[0] if isinstance(unit, list) else unit)):
         kept = [cut for cut in group.fsdp_params if cut._module_info.module in modules]
         if len(kept) == len(group.fsdp_params):
             group.mp_policy = replace(group.mp_policy, param_dtype=None)

@@ -40,6 +40,7 @@ from accel_fsdp.optimizers import carry, carrying
 from accel_fsdp.output_views import return_no_views
 from accel_fsdp.sharding import is_sharded
 from accel_fsdp.tensor_parallel import apply_plan
+from accel_fsdp.torch_versions import reduce_unused
 from accel_fsdp.unsharded_parameters import WholeParameters
 from accel_fsdp.validation import TRAVELS, check, check_dtypes, check_hooks, check_lookups
 from accel_fsdp.wrapping import check_ignored, check_wrap, describe_units, find_units, ignored_parameters
@@ -295,7 +296,7 @@ def shard(
             # Its gradient needs the indices alone.
             unit.set_unshard_in_backward(False)  # type: ignore[union-attr, operator]
     gather_apart(model, place.world)
-    model.set_reduce_scatter_unused_params(options.reduce_unused_parameters)  # type: ignore[operator]
+    reduce_unused(model, options.reduce_unused_parameters)
 
 
 def bring(unit: Unit, device: torch.device) -> None:
