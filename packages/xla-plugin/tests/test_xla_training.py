@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_core import Accelerator
+from accel_core import Accelerator, WorldError
 from accel_testing import run_ranks
 from accel_xla import XLA
 
@@ -176,13 +176,24 @@ def test_model_with_operations_that_xla_lacks_and_rows_that_do_not_divide() -> N
     assert any("called with 3 rows, which the 4 devices of the mesh do not divide" in each for each in uneven)
 
 
-def too_many() -> str:
+def refused() -> tuple[str, str]:
+    from torch_xla import runtime
+
     with pytest.raises(ValueError, match="XLA") as caught:
         Accelerator(strategy=XLA(shard=3))
-    return str(caught.value)
+    counted = runtime.process_count
+    runtime.process_count = lambda: 4  # a stand-in: no machine here is one of several hosts
+    try:
+        with pytest.raises(WorldError) as several:
+            Accelerator(strategy=XLA())
+    finally:
+        runtime.process_count = counted
+    return str(caught.value), str(several.value)
 
 
 @pytest.mark.timeout(400)
-def test_number_that_does_not_divide_the_mesh() -> None:
-    [message] = run_ranks(too_many, 1, timeout=WAIT)
-    assert "XLA(shard=3) was asked for, and the mesh has 4 devices (CPU)" in message
+def test_number_that_does_not_divide_the_mesh_and_one_host_of_several() -> None:
+    [(uneven, several)] = run_ranks(refused, 1, timeout=WAIT)
+    assert "XLA(shard=3) was asked for, and the mesh has 4 devices (CPU)" in uneven
+    assert "torch_xla runs in 4 processes" in several
+    assert "slice with one host" in several

@@ -76,14 +76,14 @@ class Engine:
 
     def host_copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy in CPU memory; of a tensor in parts it is put together here, and on no device."""
-        value = tensor.detach()
-        if value.device.type != "xla":
-            return value
-        if not self.is_marked(tensor) or not value.dim():
-            return value.cpu()
+        if tensor.device.type != "xla":
+            return tensor.detach()
+        if not self.is_marked(tensor) or not tensor.dim():
+            return tensor.detach().cpu()
         core = self._xla._XLAC
-        whole = torch.empty(value.shape, dtype=value.dtype)
-        parts, places = core._get_local_shards([value])[0], core._get_local_shard_replica_and_indices([value])[0]
+        core._xla_sync_multi([tensor], [], wait=True, sync_xla_data=True)
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+        parts, places = core._get_local_shards([tensor])[0], core._get_local_shard_replica_and_indices([tensor])[0]
         for (part, _), (_, place) in zip(parts, places, strict=True):
             if place is Ellipsis:
                 whole.copy_(part)

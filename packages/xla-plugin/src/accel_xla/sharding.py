@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_checkpoint import Whole, capture_model
-from accel_core.api.component import map_tensors
-from accel_core.api.layouts import Alias, Elementwise, Entry, Opaque, Replicated
 from accel_core.api.checkpoint import memory_of
+from accel_core.api.component import map_tensors
+from accel_core.api.layouts import Elementwise, Entry, Opaque, Replicated
 
 if TYPE_CHECKING:
     from torch import nn
@@ -41,10 +41,6 @@ def shard_like(engine: Engine, tensor: torch.Tensor) -> None:
     """Has a tensor lie on the mesh as a parameter of its shape; whole ones are on every device."""
     if engine.devices > 1 and tensor.dim() and tensor.numel() and not engine.is_marked(tensor):
         engine.mark(tensor, spec_of(engine, tuple(tensor.shape)))
-
-
-class HostState(dict[str, Entry]):
-    """The state of a model as copies on the host; of a class of its own, which can be held weakly."""
 
 
 class HostCopies(Whole):
@@ -86,26 +82,27 @@ def on_host(engine: Engine, entries: Mapping[str, Entry]) -> Iterator[tuple[str,
 
 
 class ModelCopies:
-    """The states of models as they were named last, for `model_loaded`, as long as others hold them."""
+    """The copies of models that were named last, for `model_loaded`, as long as whoever loads holds them."""
 
     def __init__(self) -> None:
-        self._held: weakref.WeakValueDictionary[int, HostState] = weakref.WeakValueDictionary()
+        self._held: weakref.WeakKeyDictionary[nn.Module, weakref.WeakValueDictionary[str, torch.Tensor]]
+        self._held = weakref.WeakKeyDictionary()
 
-    def capture(self, engine: Engine, model: nn.Module) -> HostState:
+    def capture(self, engine: Engine, model: nn.Module) -> dict[str, Entry]:
         """Copies a model to the host."""
-        state = HostState(on_host(engine, capture_model(model, HostCopies(engine))))
-        self._held[id(model)] = state
+        state = dict(on_host(engine, capture_model(model, HostCopies(engine))))
+        held = self._held[model] = weakref.WeakValueDictionary()
+        for name, entry in state.items():
+            if isinstance(entry, (Elementwise, Replicated)):
+                held[name] = memory_of(entry)[0]
         return state
 
     @torch.no_grad()
     def load(self, engine: Engine, model: nn.Module) -> None:
         """Puts what was read into the copies on the mesh."""
-        state, live = self._held.pop(id(model)), model.state_dict(keep_vars=True)
-        for name, entry in state.items():
-            if isinstance(entry, (Elementwise, Replicated)):
-                put(engine, live[name], memory_of(entry)[0])
-            else:
-                assert isinstance(entry, (Alias, Opaque)), "an alias has another name; what is opaque was assigned"
+        live = model.state_dict(keep_vars=True)
+        for name, value in self._held.pop(model).items():
+            put(engine, live[name], value)
         engine.sync()
 
 
