@@ -145,8 +145,7 @@ class _Tpu:
 class DistributedType(Word):
     """The kind of distributed training, which a strategy declares: `accelerator.distributed_type`.
 
-    So any text is a value, and equal to that text: compare with `==`, and not with `is`. None
-    is `XLA` yet.
+    So any text is a value, and equal to that text: compare with `==`, and not with `is`.
     """
 
     NO, MULTI_CPU, MULTI_GPU, MULTI_HPU, MULTI_MLU = "NO", "MULTI_CPU", "MULTI_GPU", "MULTI_HPU", "MULTI_MLU"
