@@ -20,7 +20,9 @@ from accel_xla.engine import warn_of_fallbacks
 def test_xla_without_torch_xla(monkeypatch: pytest.MonkeyPatch) -> None:
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch_xla" else find_spec(name))
-    with pytest.raises(NotInstalledError, match=r"torch_xla is not installed.*pip install torch==2\.9\.0 torch_xla==2\.9\.0"):
+    with pytest.raises(
+        NotInstalledError, match=r"torch_xla is not installed.*pip install torch==2\.9\.0 torch_xla==2\.9\.0"
+    ):
         Accelerator(strategy="xla")
 
 
@@ -29,7 +31,9 @@ def test_xla_with_a_torch_that_does_not_fit_it(monkeypatch: pytest.MonkeyPatch) 
     found: Any = lambda name: object() if name == "torch_xla" else find_spec(name)
     monkeypatch.setattr(importlib.util, "find_spec", found)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.7.1" if name == "torch_xla" else version(name))
-    with pytest.raises(NotInstalledError, match=r"torch_xla 2\.7\.1 needs torch 2\.7, but this is torch 2\..*torch==2\.9\.0"):
+    with pytest.raises(
+        NotInstalledError, match=r"torch_xla 2\.7\.1 needs torch 2\.7, but this is torch 2\..*torch==2\.9\.0"
+    ):
         Accelerator(strategy="xla")
 
 
@@ -57,7 +61,9 @@ def test_two_processes_on_one_host() -> None:
 def test_processes_on_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(strategy, "check_installed", lambda: None)
     world: Any = SimpleNamespace(local_size=1, size=2, source="torchrun")
-    with pytest.raises(WorldError, match=r"2 processes run \(torchrun\), each on a host of its own.*never run.*one host"):
+    with pytest.raises(
+        WorldError, match=r"2 processes run \(torchrun\), each on a host of its own.*never run.*one host"
+    ):
         XLA().layout(world)
 
 
@@ -77,7 +83,9 @@ def an_engine(devices: int, kind: str = "CPU") -> Any:
 def test_cpu_that_is_asked_for_on_a_tpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(strategy, "check_installed", lambda: None)
     monkeypatch.setattr(strategy, "Engine", lambda shard: an_engine(8, "TPU"))
-    with pytest.raises(WorldError, match=r"cpu=True was asked for, and strategy 'xla' computes on 8 TPU devices.*PJRT_DEVICE=CPU"):
+    with pytest.raises(
+        WorldError, match=r"cpu=True was asked for, and strategy 'xla' computes on 8 TPU devices.*PJRT_DEVICE=CPU"
+    ):
         Accelerator(strategy="xla", cpu=True)
 
 

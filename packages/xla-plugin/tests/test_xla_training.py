@@ -89,7 +89,9 @@ def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> 
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(("shard", "mesh"), [(1, "4 (replicate) x 1"), (-1, "1 (replicate) x 4"), (2, "2 (replicate) x 2")])
+@pytest.mark.parametrize(
+    ("shard", "mesh"), [(1, "4 (replicate) x 1"), (-1, "1 (replicate) x 4"), (2, "2 (replicate) x 2")]
+)
 @pytest.mark.parametrize(("make", "accumulation", "small"), [("sgd", 1, 0), ("adamw", 2, 1)])
 def test_training_is_that_of_one_process_and_is_compiled_once(
     shard: int, mesh: str, make: str, accumulation: int, small: int
@@ -111,7 +113,7 @@ def test_training_is_that_of_one_process_and_is_compiled_once(
 def dropping_out(folder: str) -> tuple[list[float], list[float], list[float]]:
     """Numbers of the device's stream behind a save, those of a run that loads it, and from a seed."""
     accelerator = Accelerator(strategy=XLA())
-    model, optimizer = accelerator.prepare(nn.Linear(4, 4), torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1))
+    accelerator.prepare(nn.Linear(4, 4), torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1))
     torch.rand(3, device=accelerator.device).cpu()
     accelerator.save_state(folder)
     behind = torch.rand(3, device=accelerator.device).tolist()

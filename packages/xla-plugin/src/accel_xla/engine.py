@@ -37,7 +37,7 @@ class Engine:
     def __init__(self, shard: int) -> None:
         check_installed()
         import torch_xla
-        import torch_xla.runtime as runtime
+        from torch_xla import runtime
         from torch_xla.debug import metrics
         from torch_xla.distributed.spmd import Mesh, mark_sharding
 
@@ -60,7 +60,7 @@ class Engine:
         shape = (self.devices // self.shard, self.shard)
         self.mesh: Any = Mesh(list(range(self.devices)), shape, ("replicate", "shard"))
         self.device: torch.device = torch_xla.device()
-        register_device_module(torch_xla)
+        register_device_module()
 
     def sync(self) -> None:
         """Runs what was recorded since the last call; does not wait for it."""
@@ -135,7 +135,7 @@ def warn_of_fallbacks(found: dict[str, int]) -> None:
     )
 
 
-def register_device_module(torch_xla: Any) -> None:
+def register_device_module() -> None:
     """Tells torch where the random stream of XLA devices is: `torch.get_device_module("xla")`."""
     if hasattr(torch, "xla"):
         return

@@ -11,7 +11,6 @@ import torch
 
 from accel_checkpoint import capture_optimizer, list_misfits, restore_optimizer
 from accel_core import Layout, Strategy, WorldError, hookimpl, place_model
-
 from accel_xla.batches import Batches
 from accel_xla.engine import Engine, check_installed, warn_of_fallbacks
 from accel_xla.sharding import HostMoments, ModelCopies, begin_moments, on_host, place_moments, shard_like
@@ -41,7 +40,9 @@ class XLA(Strategy):
 
     def __init__(self, shard: int = 1) -> None:
         if type(shard) is not int or (shard < 1 and shard != -1):
-            raise ValueError(f"XLA(shard={shard!r}): expected how many devices share a parameter, 1 or more, or -1 for all.")
+            raise ValueError(
+                f"XLA(shard={shard!r}): expected how many devices share a parameter, 1 or more, or -1 for all."
+            )
         self._shard = shard
         self._copies = ModelCopies()
         self._hooks: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
@@ -187,7 +188,9 @@ def _check_policy(policy: PrecisionPolicy) -> None:
     """Raises `ValueError` for dtypes that do not hold under XLA."""
     dtypes = (policy.param, policy.compute, policy.reduce)
     if torch.float16 in dtypes:
-        raise ValueError("A precision in float16 was asked for, which XLA devices do not train in. Take mixed_precision='bf16'.")
+        raise ValueError(
+            "A precision in float16 was asked for, which XLA devices do not train in. Take mixed_precision='bf16'."
+        )
     if policy.reduce not in (None, torch.float32, policy.param):
         raise ValueError(
             f"Gradients were to travel in {policy.reduce}, and XLA adds them in the dtype of their parameters. Leave reduce out."

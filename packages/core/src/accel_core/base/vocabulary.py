@@ -28,7 +28,13 @@ class LoggerType(Word):
     MLFLOW, SWANLAB, TENSORBOARD, TRACKIO, WANDB = "mlflow", "swanlab", "tensorboard", "trackio", "wandb"
 
 
-_STRATEGIES = {"deepspeed": "accel-deepspeed", "dispatch": "accel-big-model", "fsdp": "accel-fsdp", "megatron_lm": None, "xla": "accel-xla"}
+_STRATEGIES = {
+    "deepspeed": "accel-deepspeed",
+    "dispatch": "accel-big-model",
+    "fsdp": "accel-fsdp",
+    "megatron_lm": None,
+    "xla": "accel-xla",
+}
 _COMMANDS = {
     "checkpoint": "checkpoint",
     "check-script": "compat",
