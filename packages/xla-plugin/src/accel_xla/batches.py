@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,7 +51,7 @@ class Batches:
             )
         return map_tensors(lambda leaf: self._divided(self._moved(leaf), count), batch), rows
 
-    def divide_inputs(self, module: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG002  (a hook of torch)
+    def divide_inputs(self, args: Any, kwargs: Any) -> None:
         """Divides what a model is called with and was placed by hand; what does not divide stays."""
         for leaf in flatten((args, kwargs))[0]:
             if not isinstance(leaf, torch.Tensor) or leaf.device.type != "xla" or not leaf.dim():
@@ -82,3 +83,30 @@ def _padded(leaf: torch.Tensor, count: int, target: int) -> torch.Tensor:
     if not leaf.dim() or leaf.shape[0] != count:
         return leaf
     return leaf[torch.arange(target, device=leaf.device) % count]
+
+
+class ModelCalls:
+    """The hooks on a model: its inputs are divided, and in an evaluation it runs at the end of each call.
+
+    What is done with its outputs is recorded behind that: the last batch, of which a part counts, is
+    no other graph then. Copies of the model share this object; what is pickled does nothing.
+    """
+
+    def __init__(self, batches: Batches | None = None, run: Callable[[], None] | None = None) -> None:
+        self._batches, self._run = batches, run
+
+    def before(self, module: Any, args: Any, kwargs: Any) -> None:  # noqa: ARG002
+        """Divides what the model is called with."""
+        if self._batches is not None:
+            self._batches.divide_inputs(args, kwargs)
+
+    def after(self, module: Any, args: Any, output: Any) -> None:  # noqa: ARG002
+        """Runs what was recorded, if the model is evaluated."""
+        if self._run is not None and not module.training and not torch.is_grad_enabled():
+            self._run()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelCalls:
+        return self
+
+    def __reduce__(self) -> tuple[type[ModelCalls], tuple[()]]:
+        return ModelCalls, ()

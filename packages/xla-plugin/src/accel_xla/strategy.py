@@ -11,7 +11,7 @@ import torch
 
 from accel_checkpoint import capture_optimizer, list_misfits, restore_optimizer
 from accel_core import Layout, Strategy, WorldError, hookimpl, place_model
-from accel_xla.batches import Batches
+from accel_xla.batches import Batches, ModelCalls
 from accel_xla.engine import Engine, check_installed, warn_of_fallbacks
 from accel_xla.sharding import HostMoments, ModelCopies, begin_moments, on_host, place_moments, shard_like
 
@@ -45,7 +45,7 @@ class XLA(Strategy):
             )
         self._shard = shard
         self._copies = ModelCopies()
-        self._hooks: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+        self._hooks: weakref.WeakKeyDictionary[nn.Module, tuple[Any, ...]] = weakref.WeakKeyDictionary()
         self._begun: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()  # steps so far, up to 2
         self._recorded = False  # whether a batch was given out since the last sync
         self._in_window = False  # whether a backward was recorded since
@@ -99,13 +99,17 @@ class XLA(Strategy):
             if isinstance(tensor, torch.nn.Parameter):
                 shard_like(self._engine, tensor)
         self._engine.sync()
-        self._hooks[model] = model.register_forward_pre_hook(self._batches.divide_inputs, with_kwargs=True)
+        calls = ModelCalls(self._batches, self._run_evaluation)
+        self._hooks[model] = (
+            model.register_forward_pre_hook(calls.before, with_kwargs=True),
+            model.register_forward_hook(calls.after),
+        )
         return model
 
     @hookimpl
     def release_model(self, model: nn.Module, prepared: nn.Module) -> None:  # noqa: ARG002
-        """Takes the hook off the model."""
-        if (handle := self._hooks.pop(model, None)) is not None:
+        """Takes the hooks off the model."""
+        for handle in self._hooks.pop(model, ()):
             handle.remove()
 
     @hookimpl
@@ -171,6 +175,10 @@ class XLA(Strategy):
             self._run()
         self._recorded = True
         return self._batches.place(batch, rows, remaining, by)
+
+    def _run_evaluation(self) -> None:
+        if not self._in_window:
+            self._run()
 
     def _run(self) -> None:
         self._engine.sync()
