@@ -7,7 +7,7 @@ from copies on the host, made part by part, and read into such copies.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -116,8 +116,9 @@ def put(engine: Engine, target: torch.Tensor, value: torch.Tensor) -> None:
 
 def place_moments(engine: Engine, optimizer: Optimizer) -> None:
     """Has an optimizer's state lie on the mesh as its parameters do, also what was read into the host."""
-    for parameter, state in optimizer.state.items():
-        if not isinstance(parameter, torch.Tensor) or parameter.device.type != "xla":
+    states: Iterable[tuple[Any, Any]] = optimizer.state.items()  # some optimizers keep state under names too
+    for parameter, state in states:
+        if not _is_on_mesh(parameter):
             continue
         for key, value in state.items():
             if isinstance(value, torch.Tensor) and value.dim():
