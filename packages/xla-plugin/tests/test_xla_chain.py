@@ -38,8 +38,7 @@ def run(kind: str, folder: str, begin: int, end: int) -> dict[str, torch.Tensor]
     for step, (inputs, targets) in enumerate(loader, begin):
         accelerator.backward(F.mse_loss(model(inputs), targets))
         optimizer.step()
-        for _ in range(accelerator.num_processes if accelerator.num_processes == 1 else 1):
-            scheduler.step()
+        scheduler.step()
         optimizer.zero_grad()
         if step + 1 == end:
             break
