@@ -1,10 +1,12 @@
 """XLA passes the suites that define what a strategy is, on meshes of one and four devices, whole and sharded."""
 
+import importlib.util
 import os
 
 import pytest
 
-pytest.importorskip("torch_xla", reason="torch_xla fits another torch: nox -s xla")
+if importlib.util.find_spec("torch_xla") is None:  # it is not imported here, which would exchange torch's `new_group`
+    pytest.skip("torch_xla fits another torch: nox -s xla", allow_module_level=True)
 
 from accel_testing import CheckpointSuite, StrategySuite
 from accel_xla import XLA
