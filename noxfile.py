@@ -49,6 +49,8 @@ QUICKSTART = "examples/quickstart.py"
 ACCEPTANCE = "tests/gpu_acceptance.py"
 SHARDED = ("--strategy", "fsdp", "--mixed-precision", "bf16")
 ZERO = ("--strategy", "deepspeed")
+XLA = ("torch_xla==2.9.0",)  # which fits the torch of constraints-oldest.txt alone
+ON_XLA_TESTED = ("pytest>=8.3", "pytest-timeout>=2.3", "numpy>=1.26")  # others of the group `test` need a newer torch
 EXAMPLES = ("-r", "examples/requirements.txt")
 BY_FEATURE = ("-r", "examples/by_feature/requirements.txt")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
@@ -135,6 +137,17 @@ def oldest(session: nox.Session) -> None:
     with phase("tests"):
         hidden = {"CUDA_VISIBLE_DEVICES": "", **required(["tensorboard"])}
         session.run("pytest", *SIDE_BY_SIDE, *folders(names or TESTED), *arguments, env=hidden)
+
+
+@nox.session
+def xla(session: nox.Session) -> None:
+    """accel-xla with torch_xla and the torch that fits it, on XLA's CPU: its tests, and the main job on one and four devices."""
+    install(session, ["xla-plugin", "testing", "precision"], *XLA, *ON_XLA_TESTED, *EXAMPLES, constraints=OLDEST)
+    session.env |= {"CUDA_VISIBLE_DEVICES": "", "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4"}
+    session.run("pytest", "packages/xla-plugin/tests", *session.posargs)
+    for devices in ("1", "4"):
+        session.env["CPU_NUM_DEVICES"] = devices
+        run_script(session, QUICKSTART, "--strategy", "xla", world=1)
 
 
 @nox.session

@@ -28,6 +28,7 @@ import accel_megatron
 import accel_precision
 import accel_testing
 import accel_trackers
+import accel_xla
 from accel_core.contract.hook_specs import HookSpecs
 from accel_core.plugins import list_offers
 
@@ -37,7 +38,7 @@ MODULES = sorted(ROOT.glob("packages/*/src/**/*.py"))
 # `name(`, `a.name(` and `.name(`; not `{}_name(`, the plural "rank(s)" or the `\.name(` of a pattern.
 CALLED = re.compile(r"(?:(?<![\w.}])[A-Za-z][\w.]*|(?<![\w\\])\.\w+)(?=\((?!e?s\)))")
 DOTTED = re.compile(
-    r"(?<![\w./])(?:torch|accel_(?:big_model|core|data|deepspeed|fsdp|launch|precision|trackers)|[Aa]ccelerator)(?:\.[A-Za-z]\w*)+"
+    r"(?<![\w./])(?:torch|accel_(?:big_model|core|data|deepspeed|fsdp|launch|precision|trackers|xla)|[Aa]ccelerator)(?:\.[A-Za-z]\w*)+"
 )
 FIRST_KEYWORD = re.compile(r"(?<![\w.}])([A-Za-z_][\w.]*)\(([a-z_]\w*)=")
 
@@ -53,6 +54,7 @@ OURS = (
         accel_precision,
         accel_testing,
         accel_trackers,
+        accel_xla,
     ),
 )
 TRACKERS = [offer.load() for offer in list_offers("accel.trackers") if offer.distribution == "accel-trackers"]

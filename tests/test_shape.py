@@ -399,7 +399,11 @@ def test_a_package_has_one_version(package):
 
 
 def test_the_metapackage_requires_every_package_that_trains():
-    assert declared_dependencies(PACKAGES["all"]) == set(IMPORT_NAMES.values()) - {"accel_testing", "accel_compat"}
+    assert declared_dependencies(PACKAGES["all"]) == set(IMPORT_NAMES.values()) - {
+        "accel_testing",
+        "accel_compat",
+        "accel_xla",
+    }
 
 
 @pytest.mark.parametrize("command", COMMANDS)

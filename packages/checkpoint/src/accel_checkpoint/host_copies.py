@@ -28,8 +28,9 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def on_accelerator(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has data, and not in CPU memory."""
-    return tensor.device.type not in ("cpu", "meta")
+    """Whether a tensor is on an accelerator of torch's: others have no streams, and are copied as they are."""
+    current = torch.accelerator.current_accelerator()
+    return current is not None and tensor.device.type == current.type
 
 
 class Staging:

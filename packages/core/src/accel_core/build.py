@@ -46,6 +46,7 @@ from accel_core.options.resolution import (
 )
 from accel_core.plugins import Activation, Group, Offer, Selected, activate, build, find, list_offers, passed
 from accel_core.plugins.offers import NOUNS, find_default
+from accel_core.processes.rendezvous import refuse_unknown_devices
 from accel_core.processes.world import World
 
 if TYPE_CHECKING:
@@ -132,6 +133,10 @@ def assemble(given: Mapping[str, Any]) -> Assembly:
     _check_checkpoints(activation)
     layout = activation.relay.layout(world)
     _check_layout(layout, world, strategy.selected.name)
+    if layout.device is not None:
+        world.compute_on(layout.device)
+    elif world.device.type == "cpu" and not cpu.value:
+        refuse_unknown_devices()
     component = loader[0].selected.component if loader else None
     per_process = given["step_scheduler_per_process"] and not getattr(component, "split_batches", False)
     with_optimizer, multiplied = given["step_scheduler_with_optimizer"], world.size if per_process else None

@@ -120,7 +120,9 @@ def test_machine_for_a_tpu_is_an_error_and_computes_on_its_cpu_if_asked_to(
         monkeypatch.setattr(importlib.util, "find_spec", found)
     else:
         (machine / "dev" / "accel0").touch()
-    with pytest.raises(WorldError, match=f"has {mark}. No package trains on TPUs.*with torch_xla itself.*cpu=True"):
+    with pytest.raises(
+        WorldError, match=f"has {mark}. To train there: `pip install accel-xla`, and strategy='xla'.*cpu=True"
+    ):
         Accelerator()
     accelerator = Accelerator(cpu=True)
     assert accelerator.device == torch.device("cpu")

@@ -187,8 +187,8 @@ class DispatchSource:
                 if self.shard.index == 0
                 else self._received(mailbox, serial)
             ):
-                placed = outlet.placed(arrived.batch)
-                passage.advance(arrived.remaining, arrived.rows, self._positions(arrived, before))
+                placed, rows = outlet.placed(arrived.batch, arrived.rows, arrived.remaining)
+                passage.advance(arrived.remaining, rows, self._positions(arrived, before))
                 progress.samples = before = arrived.samples
                 progress.extras = arrived.extras
                 yield placed

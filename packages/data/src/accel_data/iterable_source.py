@@ -201,9 +201,9 @@ class StreamSource:
         with outlet.passage() as passage:
             opening.start()
             for fetched, remaining in self._ended(batches, outlet.feed):
-                placed = outlet.placed(fetched.batch)
+                placed, rows = outlet.placed(fetched.batch, fetched.rows, remaining)
                 whole = fetched.rows is not None or remaining or self.drop_last
-                passage.advance(remaining, fetched.rows, fetched.positions if whole else None)
+                passage.advance(remaining, rows, fetched.positions if whole else None)
                 progress.samples = fetched.samples
                 if fetched.extras:
                     progress.extras = {**progress.extras, **fetched.extras}

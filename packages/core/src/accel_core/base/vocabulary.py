@@ -28,7 +28,13 @@ class LoggerType(Word):
     MLFLOW, SWANLAB, TENSORBOARD, TRACKIO, WANDB = "mlflow", "swanlab", "tensorboard", "trackio", "wandb"
 
 
-_STRATEGIES = {"deepspeed": "accel-deepspeed", "dispatch": "accel-big-model", "fsdp": "accel-fsdp", "megatron_lm": None}
+_STRATEGIES = {
+    "deepspeed": "accel-deepspeed",
+    "dispatch": "accel-big-model",
+    "fsdp": "accel-fsdp",
+    "megatron_lm": None,
+    "xla": "accel-xla",
+}
 _COMMANDS = {
     "checkpoint": "checkpoint",
     "check-script": "compat",
@@ -97,7 +103,7 @@ OUT_OF_MEMORY_MESSAGES: tuple[str, ...] = (
 )
 """How a `RuntimeError` says that memory ran out, where it has no class of its own: parts of messages."""
 
-_XLA = "No package trains on TPUs by accel-core: train with torch_xla itself, or `pip uninstall torch_xla` elsewhere."
+_XLA = "To train there: `pip install accel-xla`, and strategy='xla'. Elsewhere: `pip uninstall torch_xla`."
 ABSENT = (
     *(("", "torch_xla", _XLA), ("", "/dev/accel0", _XLA)),
     ("cuda", "/dev/nvidia0", "`nvidia-smi` says whether its driver is here and new enough for this torch."),
@@ -151,8 +157,7 @@ class _Tpu:
 class DistributedType(Word):
     """The kind of distributed training, which a strategy declares: `accelerator.distributed_type`.
 
-    So any text is a value, and equal to that text: compare with `==`, and not with `is`. None
-    is `XLA` yet.
+    So any text is a value, and equal to that text: compare with `==`, and not with `is`.
     """
 
     NO, MULTI_CPU, MULTI_GPU, MULTI_HPU, MULTI_MLU = "NO", "MULTI_CPU", "MULTI_GPU", "MULTI_HPU", "MULTI_MLU"

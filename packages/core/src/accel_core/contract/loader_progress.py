@@ -28,6 +28,10 @@ class Rows(NamedTuple):
     real: int
 
 
+PlaceBatch = Callable[[Any, "Rows | None", "int | None", object], "tuple[Any, Rows | None]"]
+"""`place(batch, rows, remaining, by)`: the batch on the device, and its rows if it is padded; `by` is one object per loader."""
+
+
 class RunningLoader(NamedTuple):
     """A prepared loader in an iteration: batches known to follow, present rows. None: unknown."""
 
@@ -82,6 +86,7 @@ class Feed:
     def __init__(self, lookahead: int = 1) -> None:
         self.lookahead = lookahead  # how many batches a loader without a length looks ahead: the accumulation steps
         self.even_batches: bool | None = None  # whether ranks get equally many batches; None: as the loader was told
+        self.place_batch: PlaceBatch | None = None  # of the strategy
         self.joining = False  # whether ranks may end at different batches: the strategy stands in for the ended
         self.latest: Rows | None = None  # of the batch that was yielded last
         self.latest_drawn: Drawn = None  # which samples those are

@@ -9,10 +9,12 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
     from torch.distributed import ProcessGroup
     from torch.optim import Optimizer
 
+    from accel_core.contract.loader_progress import PlaceBatch
     from accel_core.loop.preparation import PrepareRequest
     from accel_core.options.handlers import KwargsHandler
     from accel_core.processes.world import World
@@ -42,12 +44,16 @@ class Layout:
         data_group: the ranks over which a global batch is spread, in shard order. None: all.
         mesh: the device mesh of the strategy, if it has one.
         gradient_group: the ranks over which a gradient is the mean. None: `data_group`.
+        device: where this process computes, if the strategy knows better than torch.
+        place_batch: puts batches of prepared loaders there. None: they are moved as they are.
     """
 
     shard: Shard
     data_group: ProcessGroup | None = None
     mesh: Any = None
     gradient_group: ProcessGroup | None = None
+    device: torch.device | None = None
+    place_batch: PlaceBatch | None = None
 
     @classmethod
     def data_parallel(cls, world: World) -> Layout:

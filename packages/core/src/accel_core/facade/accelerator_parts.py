@@ -34,6 +34,7 @@ class AcceleratorParts(ProcessControl):
         self._needs_backward = any(owners[hook] for hook in ("backward", "scale_loss", "optimizer_step", "apply_step"))
         self._engine = relay.apply_step if owners["apply_step"] else None
         self._feed = Feed(rules.num_steps)
+        self._feed.place_batch = parts.layout.place_batch
         hooks = (getattr(relay, name) if owners[name] else None for name in ("gradient_state", "check_gradients"))
         self._prepared = Prepared(world, *hooks)
         # Whether torch's own clipping has to be shown what a strategy keeps outside of `.grad`.

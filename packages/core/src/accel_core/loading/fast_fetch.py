@@ -33,7 +33,7 @@ def fetches_plainly(loader: DataLoader[Any]) -> bool:
 def plain_batches(dataset: Any, opening: SourceIteration, outlet: Outlet) -> Iterator[Any]:
     """The batches of one iteration, placed and reported."""
     fetch = fetching(dataset)
-    device, non_blocking = outlet.device, outlet.non_blocking
+    device, non_blocking, place = outlet.device, outlet.non_blocking, outlet.feed.place_batch
     progress = opening.progress
     with outlet.passage() as passage:
         opening.start()
@@ -44,7 +44,9 @@ def plain_batches(dataset: Any, opening: SourceIteration, outlet: Outlet) -> Ite
                     batch = fetch(indices)
             else:
                 batch = fetch(indices)
-            if device is not None:
+            if place is not None:
+                batch, rows = outlet.placed(batch, rows, remaining)
+            elif device is not None:
                 batch = to_device(batch, device, non_blocking)
             advance(remaining, rows, indices)
             progress.samples = samples

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accel_core.base.class_override import overridden_class
 from accel_core.base.nested import to_device
-from accel_core.contract.loader_progress import Feed, Passage, RunningLoader
+from accel_core.contract.loader_progress import Feed, Passage, Rows, RunningLoader
 from accel_core.loading.fast_fetch import fetches_plainly, plain_batches
 from accel_core.loading.index_source import (
     IndexRead,
@@ -43,9 +43,13 @@ class Outlet:
     device: torch.device | None  # None: they stay
     non_blocking: bool = False  # whether no copies are waited for; those out of pinned memory never are
 
-    def placed(self, batch: Any) -> Any:
-        """The batch, on the device."""
-        return batch if self.device is None else to_device(batch, self.device, self.non_blocking)
+    def placed(self, batch: Any, rows: Rows | None, remaining: int | None) -> tuple[Any, Rows | None]:
+        """The batch on the device, and its rows there: a strategy may pad it."""
+        if self.device is None:
+            return batch, rows
+        if (place := self.feed.place_batch) is not None:
+            return place(batch, rows, remaining, self)
+        return to_device(batch, self.device, self.non_blocking), rows
 
     @contextmanager
     def passage(self) -> Iterator[Passage]:
@@ -303,8 +307,8 @@ def _matched_batches(
             if opening is None or not opening.notes:
                 raise RuntimeError(unmatched_message("more batches than"))
             index, remaining, rows, samples = opening.notes.popleft()
-            placed = outlet.placed(batch)
-            passage.advance(remaining, rows if rows_known else None, index if rows_known else None)
+            placed, rows = outlet.placed(batch, rows if rows_known else None, remaining)
+            passage.advance(remaining, rows, index if rows_known else None)
             opening.progress.samples = samples
             yield placed
         opening = opening or indices.take()  # there was no batch
@@ -332,8 +336,8 @@ def _batches_looked_ahead(
         arriving = _with_samples(inner, indices, opening)
         for (batch, found, samples), remaining in looked_ahead(arriving, outlet.feed.lookahead):
             opening = found
-            placed = outlet.placed(batch)
-            passage.advance(remaining, None)
+            placed, rows = outlet.placed(batch, None, remaining)
+            passage.advance(remaining, rows)
             if opening is not None:
                 opening.progress.samples = samples
             yield placed

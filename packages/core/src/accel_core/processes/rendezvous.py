@@ -12,6 +12,7 @@ import socket
 import struct
 import time
 import warnings
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -145,7 +146,7 @@ def acquire(place: Place, cpu: bool | None) -> torch.device:
     accelerator = None if cpu else torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         if not cpu:
-            _explain_absence()
+            _warn_of_drivers()
         return torch.device("cpu")
     count = torch.accelerator.device_count()
     is_only = place.local_size > count == 1  # a scheduler has bound one to each process, or they share it
@@ -162,18 +163,28 @@ def acquire(place: Place, cpu: bool | None) -> torch.device:
     return device
 
 
-def _explain_absence() -> None:
-    """Raises on a machine for devices that nothing here trains on; warns of a driver that fails."""
+def _warn_of_drivers() -> None:
+    """Warns of a driver that fails: torch is built for a device of which this machine has a file."""
     lists = {value.strip() for name, value in os.environ.items() if name.endswith("_VISIBLE_DEVICES")}
     hidden = not lists.isdisjoint(("", "-1", "NoDevFiles"))  # who hides devices knows
-    for build, mark, advice in ABSENT:
-        is_here = Path(mark).exists() if mark.startswith("/") else importlib.util.find_spec(mark) is not None
-        what = f"torch {torch.__version__} finds no accelerator, and this machine has {mark}. {advice} To compute on the CPU: "
-        what += "Accelerator(cpu=True), or ACCELERATE_USE_CPU=1."
-        if is_here and not build:
-            raise WorldError(what)
-        if is_here and getattr(torch.version, build, None) is not None and not hidden:
+    for build, what in _found_beside_torch():
+        if build and getattr(torch.version, build, None) is not None and not hidden:
             warnings.warn(what, stacklevel=level_of_the_user())
+
+
+def refuse_unknown_devices() -> None:
+    """Raises `WorldError` on a machine with a device that torch by itself does not know."""
+    for build, what in _found_beside_torch():
+        if not build:
+            raise WorldError(what)
+
+
+def _found_beside_torch() -> Iterator[tuple[str, str]]:
+    """What torch would be built for, "" if it knows no such device, and a message: signs of devices of this machine."""
+    for build, mark, advice in ABSENT:
+        if Path(mark).exists() if mark.startswith("/") else importlib.util.find_spec(mark) is not None:
+            what = f"torch {torch.__version__} finds no accelerator, and this machine has {mark}. {advice} To compute on the CPU:"
+            yield build, f"{what} Accelerator(cpu=True), or ACCELERATE_USE_CPU=1."
 
 
 def identity(device: torch.device) -> str:

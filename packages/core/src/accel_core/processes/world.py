@@ -51,8 +51,11 @@ class World:
         local_rank, local_size, is_local_main: the same on this machine.
         source: who said so: "torchrun", "slurm", "mpi", "running group" (somebody else's), "alone".
         device: where this process computes by default.
+        cpu_only: whether it was asked for the CPU, in a world of one.
         timeout: after how long a collective of the default group gives up.
     """
+
+    cpu_only = False
 
     def __init__(self, place: Place, device: torch.device, timeout: timedelta, group: dist.ProcessGroup | None) -> None:
         self.rank, self.size = place.rank, place.size
@@ -106,6 +109,7 @@ class World:
         if world is None and place.size == 1:
             device = acquire(place, cpu) if last is None else last.device
             world = cls(place, device, timeout or dist.default_pg_timeout, None)
+            world.cpu_only = bool(cpu)
             _alone["last"] = last or world
             return world
         # The options of the process group from outside of the code, where the code says nothing. Read once.
@@ -326,6 +330,11 @@ class World:
                 _check_timeouts(made, self.timeout)
             groups[ranks, purpose] = made
         return groups[ranks, purpose]
+
+    def compute_on(self, device: torch.device) -> None:
+        """Computes there from now on, as a strategy says that knows a device which torch does not."""
+        self.device = device
+        vars(self).pop("widest", None)
 
     def close_before_end(self, closeable: Closeable) -> None:
         """Has `closeable.close()` called before the group or process ends. Held weakly."""
