@@ -20,6 +20,7 @@ Read in this order:
     model_hooks     hooks that move or cast all weights of a module
     module_tensors  the tensors of a model by name
     estimate        memory that training takes, by dtype and strategy; a room of its own
+    planning        the simplest way to train that fits, and its configuration
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ from accel_big_model.module_tensors import (
     retie_parameters,
     set_module_tensor_to_device,
 )
+from accel_big_model.planning import TrainingPlan, plan_training
 from accel_big_model.quantized_loading import load_and_quantize_model
 from accel_big_model.quantizers import BnbQuantizationConfig
 from accel_big_model.sizes import (
@@ -132,6 +134,7 @@ __all__ = [
     "named_module_tensors",
     "offload_state_dict",
     "offload_weight",
+    "plan_training",
     "remove_hook_from_module",
     "remove_hook_from_submodules",
     "retie_parameters",

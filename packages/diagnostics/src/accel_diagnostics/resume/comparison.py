@@ -89,12 +89,13 @@ def compare(
     for each in islice(differences(expected, found, begin, None, ignored), _ENOUGH):
         first.setdefault(each.part, each)
         count[each.part] += 1
+    present = {part_of(name) for each in expected for step in each.steps[:1] for name in step.state}
     verdicts = [
         Verdict(part, "differs", f"{count[part]} differences, the first {place(first[part])}")
         if part in first
         else Verdict(part, "equal")
         for part in PARTS
-        if part != "steps" or part in first
+        if part in {*present, "samples", "losses", *first}
     ]
     ordered = sorted(first.values(), key=lambda each: (each.step or 10**12, PARTS.index(each.part), each.rank))
     return Comparison(tuple(verdicts), ordered[0] if ordered else None, tuple(ordered[1:]))

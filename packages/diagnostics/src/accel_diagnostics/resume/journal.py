@@ -24,6 +24,10 @@ class Writer:
         self._file.write(json.dumps({"event": event, **content}) + "\n")
         self._file.flush()
 
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
 
 @dataclass
 class Step:
