@@ -8,17 +8,33 @@ from pathlib import Path
 
 import pytest
 
+from verify_resume_runs import start_in_ranks
+
+from accel_diagnostics.resume import trial
 from accel_diagnostics.resume.command import DIFFERS, EXACT, NO_ANSWER, main
 
 SCRIPT = str(Path(__file__).with_name("resumable_script.py"))
 QUICKSTART = Path(__file__).parents[3] / "examples" / "quickstart.py"
 
 
+@pytest.fixture(autouse=True)
+def in_ranks(request, monkeypatch):
+    if "launched" not in request.fixturenames:
+        monkeypatch.setattr(trial, "start", start_in_ranks)
+
+
+@pytest.fixture
+def launched() -> None:
+    """The test starts its runs by `accel launch`, as the command does."""
+
+
 def verify(capsys: pytest.CaptureFixture[str], *options: str, fault: str = ""):
     """The exit status, and what was printed as JSON."""
     arguments = ["--json", "--resume-arguments=--resume", *options, SCRIPT, "--save", "{folder}", "--fault", fault]
     status = main(arguments)
-    return status, json.loads(capsys.readouterr().out)
+    told = capsys.readouterr()
+    assert told.out, told.err
+    return status, json.loads(told.out)
 
 
 def states(found) -> dict[str, str]:
@@ -48,15 +64,18 @@ def test_a_run_resumed_in_a_smaller_world_is_the_same_but_for_rounding(capsys):
     assert all((each["largest"] or 0) < 1e-5 for each in found["verdicts"])
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("options", [(), ("--processes", "2"), ("--resume-processes", "2")])
+def test_runs_are_launched_as_a_user_would(capsys, launched):
+    assert main(["--resume-arguments=--resume", SCRIPT, "--save", "{folder}"]) == EXACT
+    assert "bit by bit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("options", [("--processes", "2"), ("--resume-processes", "2")])
 def test_a_script_that_saves_all_resumes_exactly(capsys, options):
     status, found = verify(capsys, *options)
     assert status == EXACT
     assert found["first"] is None
 
 
-@pytest.mark.full
 def test_a_loader_that_begins_its_epoch_again_is_named(capsys):
     status, found = verify(capsys, fault="order")
     assert status == DIFFERS
@@ -64,7 +83,6 @@ def test_a_loader_that_begins_its_epoch_again_is_named(capsys):
     assert states(found)["optimizer"] == "differs"  # as a consequence: the second step begins from another one
 
 
-@pytest.mark.full
 def test_a_script_that_saves_weights_alone_is_told_what_is_missing(capsys):
     status, found = verify(capsys, fault="weights only")
     assert status == DIFFERS
@@ -74,13 +92,11 @@ def test_a_script_that_saves_weights_alone_is_told_what_is_missing(capsys):
     assert {told[part] for part in ("optimizer", "scheduler", "registered objects", "samples", "losses")} == {"differs"}
 
 
-@pytest.mark.full
 def test_a_script_that_begins_anew_is_found(capsys):
     assert main(["--resume-arguments=--resume", SCRIPT, "--save", "{folder}", "--fault", "fresh"]) == DIFFERS
     assert "it did not resume" in capsys.readouterr().out
 
 
-@pytest.mark.full
 def test_a_script_that_does_not_repeat_itself_is_not_blamed_for_resuming(capsys):
     assert main(["--resume-arguments=--resume", SCRIPT, "--save", "{folder}", "--fault", "unseeded"]) == NO_ANSWER
     error = capsys.readouterr().err
@@ -88,7 +104,6 @@ def test_a_script_that_does_not_repeat_itself_is_not_blamed_for_resuming(capsys)
     assert "set_seed(1)" in error
 
 
-@pytest.mark.full
 def test_a_script_that_fails_when_it_resumes_is_shown(capsys):
     assert main(["--resume-arguments=--resume", SCRIPT, "--save", "{folder}", "--fault", "crash"]) == NO_ANSWER
     error = capsys.readouterr().err
@@ -102,7 +117,7 @@ def test_a_script_that_fails_when_it_resumes_is_shown(capsys):
     reason="tqdm and matplotlib are missing: pip install -r examples/requirements.txt",
 )
 @pytest.mark.skipif(not QUICKSTART.exists(), reason="the quickstart is a file of the repository")
-def test_the_quickstart_resumes_exactly(capsys):
+def test_the_quickstart_resumes_exactly(capsys, launched):
     script = ["--steps", "12", "--every", "4", "--seconds", "inf", "--save", "{folder}", "--out", "{folder}/out"]
     assert main(["--resume-arguments=--resume", str(QUICKSTART), *script]) == EXACT
     assert "bit by bit" in capsys.readouterr().out

@@ -63,7 +63,7 @@ from accel_big_model.module_tensors import (
     retie_parameters,
     set_module_tensor_to_device,
 )
-from accel_big_model.planning import TrainingPlan, plan_training
+from accel_big_model.planning.choosing import TrainingPlan, plan_training
 from accel_big_model.quantized_loading import load_and_quantize_model
 from accel_big_model.quantizers import BnbQuantizationConfig
 from accel_big_model.sizes import (
@@ -98,6 +98,7 @@ __all__ = [
     "PrefixedDataset",
     "SequentialHook",
     "StrategyEstimate",
+    "TrainingPlan",
     "UserCpuOffloadHook",
     "add_hook_to_module",
     "align_module_device",
