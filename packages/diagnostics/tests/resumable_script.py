@@ -62,7 +62,7 @@ def main():
             scheduler.step()
             optimizer.zero_grad()
             counter.step += 1
-            counter.seconds = time.perf_counter() - began
+            counter.seconds = accelerator.reduce(torch.tensor(time.perf_counter() - began), "mean").item()
             if counter.step % 4 == 0 and fault == "weights only":
                 options.save.mkdir(exist_ok=True)
                 accelerator.save(model.state_dict(), options.save / "model.pt")

@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 
 import pytest
-
 from verify_resume_runs import start_in_ranks
 
 from accel_diagnostics.resume import trial
