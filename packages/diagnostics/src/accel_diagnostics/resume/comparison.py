@@ -20,8 +20,8 @@ PARTS = (
     "scheduler",
     "registered objects",
     "components",
-    "random streams",
     "samples",
+    "random streams",
     "losses",
 )
 """What is compared, in the order in which one is blamed before the next."""

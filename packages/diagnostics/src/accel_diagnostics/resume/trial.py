@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from accel_diagnostics.resume.alignment import Beginning, find_beginning
-from accel_diagnostics.resume.comparison import Comparison, Difference, compare, differences, place
+from accel_diagnostics.resume.comparison import PARTS, Comparison, Difference, compare, differences, place
 from accel_diagnostics.resume.launching import FOLDER, Run, Script, start
 from accel_diagnostics.resume.other_world import compare_worlds
 
@@ -59,8 +60,10 @@ def run_trial(
     ignored = _own_variation(whole, killed, killed_in - 1)
     say(f"run 3 of 3: resumed, processes: {resume_processes}")
     resumed = start(script, root, "resumed", resume_processes, resumes=killed.files, saves_end=moves)
-    _check_resumed(resumed)
-    beginning = find_beginning(whole.journals, killed.journals, resumed.journals)
+    began = bool(resumed.journals) and bool(resumed.journals[0].steps)
+    beginning = find_beginning(whole.journals, killed.journals, resumed.journals) if began else None
+    if not began or beginning is not None:  # a run that began anew may fail where its checkpoints are there already
+        _check_resumed(resumed)
     if beginning is None:
         return Outcome(whole, killed, resumed, killed_in, None, None, tuple(sorted(ignored)))
 
@@ -168,7 +171,8 @@ def _own_variation(one: Run, other: Run, end: int | None) -> frozenset[str]:
     found = list(differences(one.journals, other.journals, 0, end))
     real = [each for each in found if each.part != "registered objects"]
     if real:
-        raise TrialError(_not_deterministic(real[0]))
+        first = min(real, key=lambda each: (each.step or math.inf, PARTS.index(each.part), each.rank))
+        raise TrialError(_not_deterministic(first))
     return frozenset(each.name for each in found)
 
 
