@@ -169,11 +169,11 @@ class _Asked:
 def _advice(asked: _Asked, considered: list[Candidate], usable: int, has_units: bool) -> list[str]:
     """What would make it fit, each tried alone."""
     found = []
-    devices = 2 * asked.devices
-    while devices <= _MOST_DEVICES and asked.estimate("fsdp", has_units, devices).peak > usable:
-        devices *= 2
     again = " with activation checkpointing" if has_units else ""
-    if devices <= _MOST_DEVICES:
+    if asked.estimate("fsdp", has_units, _MOST_DEVICES).peak <= usable:
+        devices = 2 * asked.devices
+        while asked.estimate("fsdp", has_units, devices).peak > usable:
+            devices *= 2
         found.append(f"{devices} devices: fsdp{again} fits")
     if read_precision(asked.dtype).bits > 16:
         row = asked.estimate("fsdp", has_units, dtype="bf16-true")
