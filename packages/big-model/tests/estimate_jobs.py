@@ -102,6 +102,10 @@ def status(name):
 
 
 def strategy_of(name):
+    if name == "fsdp, checkpointing":
+        from accel_fsdp import FSDP
+
+        return FSDP(activation_checkpointing=True)
     if not name.startswith("zero"):
         return name
     from accel_deepspeed import DeepSpeed

@@ -20,6 +20,7 @@ Read in this order:
     model_hooks     hooks that move or cast all weights of a module
     module_tensors  the tensors of a model by name
     estimate        memory that training takes, by dtype and strategy; a room of its own
+    planning        the simplest way to train that fits, and its configuration
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ from accel_big_model.module_tensors import (
     retie_parameters,
     set_module_tensor_to_device,
 )
+from accel_big_model.planning.choosing import TrainingPlan, plan_training
 from accel_big_model.quantized_loading import load_and_quantize_model
 from accel_big_model.quantizers import BnbQuantizationConfig
 from accel_big_model.sizes import (
@@ -96,6 +98,7 @@ __all__ = [
     "PrefixedDataset",
     "SequentialHook",
     "StrategyEstimate",
+    "TrainingPlan",
     "UserCpuOffloadHook",
     "add_hook_to_module",
     "align_module_device",
@@ -132,6 +135,7 @@ __all__ = [
     "named_module_tensors",
     "offload_state_dict",
     "offload_weight",
+    "plan_training",
     "remove_hook_from_module",
     "remove_hook_from_submodules",
     "retie_parameters",

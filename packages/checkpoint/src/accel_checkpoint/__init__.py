@@ -26,6 +26,7 @@ from accel_checkpoint.boxes import flat_range, uncovered
 from accel_checkpoint.collective_steps import everywhere, on_each_rank, on_main_rank
 from accel_checkpoint.component import NeutralCheckpoints
 from accel_checkpoint.importing.foreign import ForeignCheckpoint, ForeignOptimizer
+from accel_checkpoint.inspection.values import read_values
 from accel_checkpoint.model_state import capture_model, elementwise_entry
 from accel_checkpoint.optimizers.known_optimizers import (
     COUNTER,
@@ -50,7 +51,7 @@ __all__ = [
     "ForeignOptimizer", "NeutralCheckpoints", "Sharding", "WeightGather", "Whole", "capture_model",
     "capture_optimizer", "check_moment", "elementwise_entry", "everywhere", "export_weights", "flat_range",
     "gather_entry", "has_tensors", "is_known", "kind_of", "layouts_of", "list_misfits", "load_checkpoint_in_model",
-    "load_weights", "on_each_rank", "on_main_rank", "pieces_of", "restore_optimizer", "stored_in", "uncovered",
+    "load_weights", "on_each_rank", "on_main_rank", "pieces_of", "read_values", "restore_optimizer", "stored_in", "uncovered",
     "write_weights",
 ]  # fmt: skip
 

@@ -10,14 +10,16 @@ casts on CPUs.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
 from accel_big_model.estimate.tracking import LiveBytes
 from accel_core.api.component import flatten, map_tensors
@@ -89,6 +91,7 @@ def trace(
     precision: Precision,
     loss: Callable[[Any], torch.Tensor] = default_loss,
     gathered: bool = False,
+    recomputed: Sequence[str] = (),
 ) -> Timeline:
     """Runs a forward and a backward without memory, of a copy that shares the model's tensors.
 
@@ -100,6 +103,7 @@ def trace(
         precision: parameters are in its dtype, matrix products by autocast.
         loss: of what the model returns.
         gathered: as strategy "fsdp" does it: weights of matrix products are in the compute dtype.
+        recomputed: names of modules that compute their forward again in the backward.
 
     Raises:
         ActivationsUnknownError: with the model's own error.
@@ -109,7 +113,7 @@ def trace(
     if gathered and precision.compute is not None:
         dtypes |= {each.name: precision.compute for each in shape.parameters if each.autocast}
     try:
-        return _run(_copied(model), batch, dtypes, precision.compute, loss)
+        return _run(_copied(model, recomputed), batch, dtypes, precision.compute, loss)
     except ActivationsUnknownError:
         raise
     except Exception as error:
@@ -119,10 +123,14 @@ def trace(
         ) from error
 
 
-def _copied(model: nn.Module) -> nn.Module:
+def _copied(model: nn.Module, recomputed: Sequence[str]) -> nn.Module:
     """A copy for what a forward keeps in attributes: caches of fake tensors."""
     tensors = [*model.parameters(), *model.buffers()]
-    return copy.deepcopy(model, {id(each): each for each in tensors}).train()
+    copied = copy.deepcopy(model, {id(each): each for each in tensors}).train()
+    for name in recomputed:
+        unit = copied.get_submodule(name)
+        unit.forward = partial(checkpoint, unit.forward, use_reentrant=False, preserve_rng_state=False)
+    return copied
 
 
 def _run(
@@ -142,15 +150,30 @@ def _run(
             if each.requires_grad:
                 each.register_post_accumulate_grad_hook(_Arrival(name, live, segments))
         with live, torch.enable_grad():
-            with autocast:
-                output = torch.func.functional_call(model, tensors, args, kwargs)
-            if compute is not None:
-                output = map_tensors(lambda each: each.float() if each.dtype is compute else each, output)
-            forward = live.peak
-            value = loss(output)
-            del output
-            value.backward()
-    return Timeline(forward, tuple(segments))
+            step = _Step(model, autocast, compute, loss, live)
+            torch.func.functional_call(step, {f"model.{name}": each for name, each in tensors.items()}, args, kwargs)
+    return Timeline(step.peak, tuple(segments))
+
+
+class _Step(nn.Module):
+    """A forward and a backward in one call: what is computed again in it needs the same parameters."""
+
+    def __init__(
+        self, model: nn.Module, autocast: Any, compute: torch.dtype | None, loss: Any, live: LiveBytes
+    ) -> None:
+        super().__init__()
+        self.model, self.autocast, self.compute, self.loss, self.live = model, autocast, compute, loss, live
+        self.peak = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> None:
+        with self.autocast:
+            output = self.model(*args, **kwargs)
+        if self.compute is not None:
+            output = map_tensors(lambda each: each.float() if each.dtype is self.compute else each, output)
+        self.peak = self.live.peak
+        value = self.loss(output)
+        del output
+        value.backward()
 
 
 class _Arrival:

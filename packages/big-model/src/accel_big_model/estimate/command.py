@@ -87,6 +87,11 @@ def parser() -> argparse.ArgumentParser:
         help="accelerator (default), or cpu: of DeepSpeed's buckets only what is written counts",
     )
     add(
+        "--activation-checkpointing",
+        action="store_true",
+        help="under fsdp and tensor, blocks compute twice instead of keeping what they made",
+    )
+    add(
         "--trust_remote_code",
         "--trust-remote-code",
         action="store_true",
@@ -102,7 +107,7 @@ def _estimated(given: argparse.Namespace) -> MemoryEstimate:
             raise ValueError(f"--{name} {getattr(given, name)}: expected a number of at least 1.")
     names_code = any(":" in text for text in (given.model_name, given.input or "", given.optimizer))
     with working_directory() if names_code else nullcontext():  # a model's folder may have files of any names
-        model = open_model(given.model_name, _arguments(given.arguments), given.trust_remote_code)
+        model = open_model(given.model_name, read_arguments(given.arguments), given.trust_remote_code)
         if given.input:
             batch = read_input(given.input, given.batch)
         else:
@@ -117,6 +122,7 @@ def _estimated(given: argparse.Namespace) -> MemoryEstimate:
             optimizer=given.optimizer,
             memory=given.memory,
             device=given.device,
+            activation_checkpointing=given.activation_checkpointing,
             name=given.model_name,
         )
 
@@ -125,7 +131,8 @@ def _words(given: Sequence[str]) -> list[str]:
     return [word for text in given for word in text.split(",") if word]
 
 
-def _arguments(text: str) -> dict[str, Any]:
+def read_arguments(text: str) -> dict[str, Any]:
+    """The arguments of a callable. Raises `ValueError` for what is no object of JSON."""
     try:
         found = json.loads(text)
     except ValueError as error:

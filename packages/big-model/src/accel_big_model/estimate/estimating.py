@@ -14,7 +14,7 @@ from accel_big_model.estimate.fully_sharded import fully_sharded, tensor_and_dat
 from accel_big_model.estimate.optimizers import OptimizerMaker, check_optimizer
 from accel_big_model.estimate.precisions import Precision, read_precision
 from accel_big_model.estimate.result import MemoryEstimate, StrategyEstimate
-from accel_big_model.estimate.shapes import ModelShape, shape_of_model
+from accel_big_model.estimate.shapes import ROOT, ModelShape, shape_of_model
 from accel_big_model.estimate.sources import open_model
 from accel_big_model.estimate.strategies import FORMULAS, STRATEGIES, Facts, replicated
 from accel_big_model.estimate.zero import zero
@@ -44,6 +44,7 @@ def estimate_memory(
     optimizer: str | OptimizerMaker = "adamw",
     memory: int | str = "80GiB",
     device: str = "accelerator",
+    activation_checkpointing: bool = False,
     loss: Callable[[Any], torch.Tensor] = default_loss,
     name: str | None = None,
 ) -> MemoryEstimate:
@@ -67,6 +68,8 @@ def estimate_memory(
             "adamw8bit"; "module:Class"; a class, or a function of the list of parameters.
         memory: bytes of each device, for `fits`: a number, or text such as "80GiB".
         device: "accelerator", or "cpu": of DeepSpeed's buckets only what is written counts.
+        activation_checkpointing: whether units compute their forward again in the backward under
+            "fsdp" and "tensor", as `FSDP(activation_checkpointing=True)` does it.
         loss: of what the model returns, a scalar. Left out: its `loss`, else a sum.
         name: how the model is called; None: by its class.
 
@@ -88,8 +91,9 @@ def estimate_memory(
         if precision.param is None:
             rows.append(_weights_only(shape, precision))
             continue
-        gathers = precision.compute is not None and bool({"fsdp", "tensor"}.intersection(strategies))
-        timeline, gathered, reason = _timelines(model, batch, shape, precision, loss, gathers)
+        again = _units(shape) if activation_checkpointing else []
+        gathers = (bool(again) or precision.compute is not None) and bool({"fsdp", "tensor"}.intersection(strategies))
+        timeline, gathered, reason = _timelines(model, batch, shape, precision, loss, gathers, again)
         facts = Facts(shape, precision, timeline, gathered, optimizer, world_size, tensor_parallel, device != "cpu")
         if reason:
             assumptions[f"activations in {precision.name}"] = f"unknown: {reason}"
@@ -146,6 +150,7 @@ def _timelines(
     precision: Precision,
     loss: Callable[[Any], torch.Tensor],
     gathers: bool,
+    recomputed: Sequence[str],
 ) -> tuple[Timeline, Timeline, str | None]:
     """What a rank with all weights runs, and one that gathers them; the reason if nobody knows."""
     unknown = Timeline.unknown(shape)
@@ -155,10 +160,21 @@ def _timelines(
         return unknown, unknown, "no batch was given (--input, or batch=), and the model does not tell what it takes"
     try:
         timeline = trace(model, batch, shape, precision, loss)
-        gathered = trace(model, batch, shape, precision, loss, gathered=True) if gathers else timeline
+        gathered = trace(model, batch, shape, precision, loss, True, recomputed) if gathers else timeline
     except ActivationsUnknownError as error:
         return unknown, unknown, str(error)
     return timeline, gathered, None
+
+
+def _units(shape: ModelShape) -> list[str]:
+    """The names of the modules that compute twice. Raises `ValueError` if there are none."""
+    units = list(dict.fromkeys(each.unit for each in shape.parameters if each.unit != ROOT))
+    if not units:
+        raise ValueError(
+            "activation_checkpointing was asked for, but the model has no repeated blocks whose forward could run again. Leave "
+            "it out, or checkpoint inside of the model."
+        )
+    return units
 
 
 def _refusal(strategy: str, facts: Facts) -> str | None:

@@ -40,6 +40,8 @@ _COMMANDS = {
     "check-script": "compat",
     "deepspeed": "deepspeed",
     "estimate-memory": "big-model",
+    "plan": "big-model",
+    "verify-resume": "diagnostics",
 }
 _PRECISIONS = ("bf16", "bf16-true", "fp16", "fp16-true", "fp8", "mxfp8", "tf32")
 KNOWN_PROVIDERS: Mapping[str, Mapping[str, str | None]] = MappingProxyType(

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from torch.utils.hooks import RemovableHandle
 
+    from accel_core.contract.loader_progress import Feed
     from accel_core.contract.tensor_layouts import State
     from accel_core.loop.run import Asynchronous, LoadHook, Run, SaveHook
 
@@ -180,3 +181,8 @@ class CheckpointMethods(PreparationMethods):
             return partial(self._relay.model_state, found[0].original, found[0].prepared), found[1]
         offloaded = self._world.size == 1 and any(each.is_meta for each in (*model.parameters(), *model.buffers()))
         return (partial(self._parts.defaults.model_state, self.unwrap_model(model)), "") if offloaded else None
+
+
+def run_and_feed(accelerator: CheckpointMethods) -> tuple[Run, Feed]:
+    """What an Accelerator runs, with its bound hooks, and where its loaders report: to observe it."""
+    return accelerator._run, accelerator._feed

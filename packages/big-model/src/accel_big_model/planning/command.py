@@ -1,0 +1,180 @@
+"""`accel plan MODEL`: how to train a model on so many devices, and the configuration for it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel_big_model.estimate.command import read_arguments, size
+from accel_big_model.estimate.inputs import batch_of, read_input
+from accel_big_model.estimate.optimizers import OPTIMIZERS
+from accel_big_model.estimate.shapes import ModelShape
+from accel_big_model.estimate.sources import open_model, working_directory
+from accel_big_model.planning.choosing import ROOM, TrainingPlan, plan_training
+from accel_big_model.planning.configuration import write_configuration
+from accel_big_model.planning.devices import count_devices, memory_of_smallest
+from accel_core import NotInstalledError
+from accel_core.api.launcher import format_table
+
+if TYPE_CHECKING:
+    from accel_big_model.planning.candidates import Candidate
+
+FITS, NOTHING_FITS, NO_ANSWER = 0, 1, 2  # exit statuses
+
+_EPILOG = """The model is a folder with config.json, a config.json of transformers, module:callable (a class or function of
+yours, which returns a model), or a name on the hub. Nothing is trained and nothing is allocated. The ways that are tried, simplest first:
+one copy on each device (ddp), one copy spread over all devices (fsdp), the same with blocks that compute twice instead of keeping what
+they made (activation checkpointing), the same with weights in main memory (CPU offload).
+
+  accel plan ./llama --devices 8 --memory 80GiB --batch 4 --output plan.yaml
+  accel launch --config-file plan.yaml train.py
+
+exit status: 0 something fits; 1 nothing does, and what would help; 2 nothing can be said, and why"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Say how to train a model on the devices that you have, and write the configuration."""
+    given = _parser().parse_args(arguments)
+    try:
+        plan = _planned(given)
+        if plan.chosen and given.output:
+            write_configuration(plan, Path(given.output), f"accel plan {given.model}\n{as_text(plan)}")
+    except (ValueError, NotInstalledError, OSError) as error:
+        print(error, file=sys.stderr)  # noqa: T201
+        return NO_ANSWER
+    print(json.dumps(as_json(plan), indent=2) if given.json else _told(plan, given.output))  # noqa: T201
+    return FITS if plan.chosen else NOTHING_FITS
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="accel plan",
+        description=main.__doc__,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="a folder, a config.json, module:callable, or a name on the hub")
+    add("--devices", type=int, metavar="N", help="how many accelerators train (default: those of this machine)")
+    add("--memory", metavar="SIZE", help="of each, such as 80GiB (default: that of the smallest here)")
+    add("--room", type=float, default=ROOM, metavar="PART", help="the part of it that stays free (default: 0.1)")
+    add("--host-memory", metavar="SIZE", help="main memory of the machine, for offloading (default: not asked)")
+    add("--dtype", default="bf16", help="precision, such as bf16, fp32, bf16-true (default: bf16)")
+    add("--optimizer", default="adamw", help=f"one of {', '.join(OPTIMIZERS)}, or module:Class (default: adamw)")
+    add("--batch", type=int, default=1, metavar="ROWS", help="rows of a batch on one device (default: 1)")
+    add("--sequence", type=int, metavar="N", help="tokens of a row (default: 2048, or as many as the model takes)")
+    add("--input", metavar="SHAPE", help="shape of one row, such as 3x224x224; or module:function that returns a batch")
+    add("--arguments", default="{}", metavar="JSON", help="arguments of module:callable, such as '{\"layers\": 4}'")
+    add("--trust-remote-code", action="store_true", help="execute code that comes with a model on the hub")
+    add("--output", metavar="FILE", help="write the configuration for accel launch --config-file to this new file")
+    add("--json", action="store_true", help="print JSON: all sizes in bytes")
+    return parser
+
+
+def _planned(given: argparse.Namespace) -> TrainingPlan:
+    devices = count_devices() if given.devices is None else given.devices
+    memory = memory_of_smallest() if given.memory is None else given.memory
+    if not devices and given.devices is None:
+        raise ValueError("This machine has no accelerator. Say which you mean: --devices 8 --memory 80GiB.")
+    if memory is None:
+        raise ValueError("How much memory a device has is not known here. Say it: --memory 80GiB.")
+    for name in ("batch", "sequence"):
+        if getattr(given, name) is not None and getattr(given, name) < 1:
+            raise ValueError(f"--{name} {getattr(given, name)}: expected a number of at least 1.")
+    names_code = any(":" in text for text in (given.model, given.input or "", given.optimizer))
+    with working_directory() if names_code else nullcontext():
+        model = open_model(given.model, read_arguments(given.arguments), given.trust_remote_code)
+        if given.input:
+            batch = read_input(given.input, given.batch)
+        else:
+            batch = None if isinstance(model, ModelShape) else batch_of(model, given.batch, given.sequence)
+        return plan_training(
+            model,
+            batch=batch,
+            devices=devices,
+            memory=memory,
+            dtype=given.dtype,
+            optimizer=given.optimizer,
+            room=given.room,
+            host_memory=given.host_memory,
+            name=given.model,
+        )
+
+
+def as_json(plan: TrainingPlan) -> dict[str, Any]:
+    """All of it, sizes in bytes."""
+    rows = [{**asdict(each), "peak": each.estimate.peak} for each in plan.considered]
+    return {
+        **asdict(plan),
+        "considered": rows,
+        "chosen": plan.chosen and plan.chosen.name,
+        "configuration": dict(plan.configuration) if plan.chosen else None,
+    }
+
+
+def as_text(plan: TrainingPlan) -> str:
+    """What was considered, what fits, and why the simpler ways do not."""
+    devices = "1 device" if plan.devices == 1 else f"{plan.devices} devices"
+    title = f"{plan.model}: {plan.parameters / 1e9:.3g} billion parameters, {devices} of {size(plan.memory)}, mixed_precision {plan.precision}"
+    header = (
+        "way to train",
+        "weights",
+        "gradients",
+        "optimizer",
+        "peak per device",
+        "main memory",
+        f"of {size(plan.usable)}",
+    )
+    table = format_table(header, [_cells(each, plan) for each in plan.considered])
+    if plan.chosen is None:
+        closing = "\n".join(["Nothing fits. What would help:", *(f"  {line}" for line in plan.advice)])
+    else:
+        free = plan.memory - plan.chosen.estimate.peak
+        closing = f"Train with {plan.chosen.name}: {size(free)} of each device stay free."
+    return f"{title}\n\n{table}\n\n{closing}"
+
+
+def _cells(each: Candidate, plan: TrainingPlan) -> tuple[str, ...]:
+    row = each.estimate
+    host = size(each.host * plan.devices) if each.host else "-"
+    return (
+        each.name,
+        size(row.weights),
+        size(row.gradients),
+        size(row.optimizer),
+        size(row.peak),
+        host,
+        _why(each, plan),
+    )
+
+
+def _why(each: Candidate, plan: TrainingPlan) -> str:
+    """That it fits, or what is in the way."""
+    row = each.estimate
+    if each is plan.chosen:
+        return "fits"
+    if row.peak <= plan.usable:
+        return "too much main memory"
+    parts = {
+        "weights": row.weights,
+        "gradients": row.gradients or 0,
+        "the optimizer": row.optimizer or 0,
+        "gathered weights": row.communication or 0,
+        "activations": row.activations or 0,
+    }
+    return f"{size(row.peak - plan.usable)} too much, the most for {max(parts, key=lambda name: parts[name])}"
+
+
+def _told(plan: TrainingPlan, output: str | None) -> str:
+    text = as_text(plan)
+    if plan.chosen is None:
+        return text
+    if output:
+        return f"{text}\nWritten: {output}. Start with: accel launch --config-file {output} train.py"
+    return f"{text}\n--output plan.yaml writes the configuration for: accel launch --config-file plan.yaml train.py"

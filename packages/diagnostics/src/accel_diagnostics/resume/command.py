@@ -1,0 +1,125 @@
+"""`accel verify-resume script.py`: proves that a killed run goes on as if it had not been killed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from accel_diagnostics.resume.launching import FOLDER, Script
+from accel_diagnostics.resume.report import as_json, as_text
+from accel_diagnostics.resume.trial import TrialError, run_trial
+
+EXACT, DIFFERS, NO_ANSWER = 0, 1, 2  # exit statuses
+
+_EPILOG = f"""The script is run three times and needs no change: once to its end; once until it is killed; and
+once more, to go on from what the killed run had saved. Then the samples of each step, the losses, and
+the states of models, optimizers, schedulers and random numbers are compared.
+
+  accel verify-resume --resume-arguments=--resume train.py --steps 20 --save {FOLDER} --every 5
+
+{FOLDER} among the script's arguments stands for a folder that is new for the first two runs, and in
+which the third finds what the second left. The options of verify-resume stand before the script;
+everything behind it belongs to the script.
+
+exit status: 0 the resumed run was exact; 1 it differs; 2 nothing can be said, and why"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prove that a script which is killed and resumed trains as if nothing had happened."""
+    given = _parser().parse_args(arguments)
+    script = Script(
+        kind="module" if given.module else "script",
+        target=given.script,
+        arguments=tuple(given.arguments),
+        resuming=tuple(shlex.split(given.resume_arguments)),
+        launching=tuple(shlex.split(given.launch_arguments)),
+        own_directory=given.own_directory,
+    )
+    root = Path(tempfile.mkdtemp(prefix="verify-resume-")) if given.keep is None else Path(given.keep).resolve()
+    try:
+        _check(given, root)
+        outcome = run_trial(
+            script,
+            root,
+            given.processes,
+            given.resume_processes or given.processes,
+            given.kill_step,
+            given.tolerance,
+            lambda text: print(text, file=sys.stderr, flush=True),  # noqa: T201
+        )
+    except TrialError as error:
+        print(error, file=sys.stderr)  # noqa: T201
+        return NO_ANSWER
+    finally:
+        if given.keep is None:
+            shutil.rmtree(root, ignore_errors=True)
+    print(json.dumps(as_json(outcome), indent=2) if given.json else as_text(outcome))  # noqa: T201
+    return EXACT if outcome.is_exact else DIFFERS
+
+
+def _check(given: argparse.Namespace, root: Path) -> None:
+    for name in ("processes", "resume_processes", "kill_step"):
+        number = getattr(given, name)
+        if number is not None and number < 1:
+            raise TrialError(f"--{name.replace('_', '-')} {number}: expected a number of at least 1.")
+    if not given.module and not Path(given.script).is_file():
+        raise TrialError(
+            f"{given.script} was to be run, and there is no such file in {Path.cwd()}. Give the path of a script."
+        )
+    if root.exists() and any(root.iterdir()):
+        raise TrialError(f"--keep {root}: the folder is not empty, and its runs would mix with these. Give a new one.")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="accel verify-resume",
+        description=main.__doc__,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="accel verify-resume [options] script.py [arguments of the script]",
+    )
+    add = parser.add_argument
+    add("script", help="the script that trains")
+    add("arguments", nargs=argparse.REMAINDER, help="the arguments of the script")
+    add(
+        "--resume-arguments",
+        default="",
+        metavar="TEXT",
+        help="arguments of the third run alone, such as --resume-arguments=--resume",
+    )
+    add("--processes", type=int, default=1, metavar="N", help="processes of the first two runs (default: 1)")
+    add("--resume-processes", type=int, metavar="N", help="processes of the third run (default: as the first two)")
+    add(
+        "--kill-step",
+        type=int,
+        metavar="STEP",
+        help="the step in which the second run is killed (default: behind a save, in the middle)",
+    )
+    add(
+        "--launch-arguments",
+        default="",
+        metavar="TEXT",
+        help="options of accel launch, such as '--config-file my.yaml'",
+    )
+    add("-m", "--module", action="store_true", help="what is run is a module, as with python -m")
+    add(
+        "--own-directory",
+        action="store_true",
+        help="run in a new working directory; for scripts that save beside themselves",
+    )
+    add(
+        "--tolerance",
+        type=float,
+        default=1e-3,
+        metavar="X",
+        help="largest relative difference between worlds (default: 1e-3)",
+    )
+    add("--keep", metavar="FOLDER", help="keep journals, output and checkpoints of all runs in this new folder")
+    add("--json", action="store_true", help="print JSON")
+    return parser

@@ -1,0 +1,95 @@
+"""The state of a run on one rank, as short texts by name: equal texts mean equal bits."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from accel_core.api.checkpoint import has_state, memory_of
+from accel_core.api.component import capture_random_state, children_of
+from accel_core.api.layouts import Alias, Entry, Opaque
+
+if TYPE_CHECKING:
+    from accel_core.api.checkpoint import Run
+
+UNPREPARED = "unprepared scheduler"
+_LONGEST = 40  # characters of a value that is shown as it is
+_PLAIN = (str, int, float, bool, type(None))
+
+
+def hashed(data: bytes) -> str:
+    """16 hexadecimal digits."""
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    """The elements of a tensor of any dtype and strides, on any device but meta."""
+    plain = tensor.detach()
+    if plain.layout is not torch.strided:
+        plain = plain.to_dense()
+    return plain.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def digest_state(run: Run, schedulers: list[LRScheduler]) -> dict[str, str]:
+    """All that the next step depends on, but the loaders; `schedulers` are those not prepared."""
+    found = dict(_leaves("random", capture_random_state(run.world.device)))
+    for number in range(len(run.models())):
+        for name, entry in run.model_state(number).items():
+            found.update(_entry(f"model.{number}/{name}", entry))
+    for number, state in enumerate(run.optimizer_states()):
+        unit = f"optimizer.{number}"
+        for name, entry in state.entries.items():
+            found.update(_entry(f"{unit}/{name}", entry))
+        groups = [{key: each[key] for key in each if key != "names"} for each in state.groups]
+        found.update(_leaves(unit, {"groups": groups, "values": state.values, "whole": state.whole}))
+    kinds: list[tuple[str, list[Any]]] = [
+        ("scheduler", run.prepared.schedulers),
+        ("object", run.registered),
+        (UNPREPARED, list(schedulers)),
+    ]
+    units = {f"{kind}.{number}": each for kind, several in kinds for number, each in enumerate(several)}
+    for name, each in {**units, **run.components}.items():
+        if has_state(each):
+            found.update(_leaves(name, each.state_dict()))
+    return found
+
+
+def find_unprepared_schedulers(run: Run) -> list[LRScheduler]:
+    """Schedulers of prepared optimizers that the script keeps to itself, in no certain order."""
+    prepared, optimizers = set(map(id, run.prepared.schedulers)), set(map(id, run.prepared.optimizers))
+    every = (each for each in gc.get_objects() if issubclass(type(each), LRScheduler))
+    return [each for each in every if id(getattr(each, "optimizer", None)) in optimizers and id(each) not in prepared]
+
+
+def _entry(name: str, entry: Entry) -> Iterator[tuple[str, str]]:
+    if isinstance(entry, Alias):
+        return
+    if isinstance(entry, Opaque):
+        yield from _leaves(name, entry.value)
+        return
+    yield name, hashed(b"|".join(map(bits, memory_of(entry))))
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    """A text for each leaf of a nested value. A list of plain values is one leaf."""
+    children = children_of(value)
+    if children is None or (not isinstance(value, Mapping) and all(isinstance(each, _PLAIN) for each in children)):
+        yield name, _text(value)
+        return
+    keys = list(value) if isinstance(value, Mapping) else list(range(len(children)))
+    for key, child in zip(keys, children, strict=True):
+        yield from _leaves(f"{name}[{key!r}]", child)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return hashed(bits(value))
+    if type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
+        return hashed(value.tobytes())
+    text = repr(value)
+    return text if len(text) <= _LONGEST else hashed(text.encode())
