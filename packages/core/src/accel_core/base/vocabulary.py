@@ -78,8 +78,8 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
 """Names that scripts look for in the core, and that are in the package of another distribution: name → distribution."""
 
 
-_FOLDERS = {"deepspeed": "deepspeed-plugin", "fsdp": "fsdp-plugin"}
-_PACKAGES = "all big-model checkpoint compat core data deepspeed diagnostics fsdp launch precision testing trackers"
+_FOLDERS = {name: f"{name}-plugin" for name in ("deepspeed", "fsdp", "megatron", "xla")}
+_PACKAGES = "all big-model checkpoint compat core data deepspeed diagnostics fsdp launch megatron precision testing trackers xla"
 UNPUBLISHED: Mapping[str, str] = MappingProxyType({f"accel-{n}": _FOLDERS.get(n, n) for n in _PACKAGES.split()})
 """Distributions of this repository that no package index has yet, with their folders in `packages`. What is published leaves."""
 
