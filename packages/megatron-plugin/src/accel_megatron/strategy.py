@@ -164,6 +164,8 @@ class Megatron(Strategy):
     @hookimpl
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Gives the engines of its models the optimizer. Raises for one that cannot step them."""
+        if "zero_grad" not in vars(optimizer):  # by which the buffers are cleared too; gates come on top of it
+            vars(optimizer)["zero_grad"] = functools.partial(_clear, weakref.ref(optimizer), weakref.ref(self))
         for prepared in list(self._prepared):
             self._adopt(prepared, optimizer)
 
@@ -370,6 +372,15 @@ class Megatron(Strategy):
                 f"{what}, but pipeline_parallel={self._sizes.pipeline}: a rank has stages of the model, whose forwards and backwards Megatron "
                 f"schedules together. Call accelerator.forward_backward(model, micro_batches, loss_fn) for a whole window."
             )
+
+
+def _clear(optimizer: weakref.ref[Optimizer], strategy: weakref.ref[Megatron], set_to_none: bool = True) -> None:
+    """The `zero_grad` of an optimizer whose gradients are in Megatron's buffers."""
+    own, engines = optimizer(), strategy()
+    assert own is not None, "it is called through the optimizer"
+    type(own).zero_grad(own, set_to_none)
+    for engine in engines._stepping(own) if engines is not None else ():
+        engine.clear()
 
 
 def _check_size(name: str, size: object) -> None:
