@@ -47,7 +47,7 @@ class Batches:
         elif count % devices:
             raise ValueError(
                 f"A batch has {count} rows, and the mesh {devices} devices, which share a batch in equal parts. Take a batch_size "
-                f"that {devices} divides; for batches of different sizes, XLA(...) compiles once for each."
+                f"that {devices} divides."
             )
         return map_tensors(lambda leaf: self._divided(self._moved(leaf), count), batch), rows
 

@@ -141,7 +141,9 @@ def register_device_module() -> None:
         return
     from torch_xla.core import xla_model
 
-    module = types.ModuleType("torch.xla", "Random numbers of XLA devices, for what asks torch for those of a device.")
+    module = types.ModuleType(
+        "xla_devices", "Random numbers of XLA devices, for what asks torch for those of a device."
+    )
 
     def get_rng_state(device: Any = None) -> torch.Tensor:  # noqa: ARG001  (one stream for all of the mesh)
         state = int(xla_model.get_rng_state())  # 64 bits without a sign
