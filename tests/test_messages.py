@@ -24,6 +24,7 @@ import accel_data
 import accel_deepspeed
 import accel_fsdp
 import accel_launch
+import accel_megatron
 import accel_precision
 import accel_testing
 import accel_trackers
@@ -36,7 +37,7 @@ MODULES = sorted(ROOT.glob("packages/*/src/**/*.py"))
 # `name(`, `a.name(` and `.name(`; not `{}_name(`, the plural "rank(s)" or the `\.name(` of a pattern.
 CALLED = re.compile(r"(?:(?<![\w.}])[A-Za-z][\w.]*|(?<![\w\\])\.\w+)(?=\((?!e?s\)))")
 DOTTED = re.compile(
-    r"(?<![\w./])(?:torch|accel_(?:big_model|core|data|deepspeed|fsdp|launch|precision|trackers)|[Aa]ccelerator)(?:\.[A-Za-z]\w*)+"
+    r"(?<![\w./])(?:torch|accel_(?:big_model|core|data|deepspeed|fsdp|launch|megatron|precision|trackers)|[Aa]ccelerator)(?:\.[A-Za-z]\w*)+"
 )
 FIRST_KEYWORD = re.compile(r"(?<![\w.}])([A-Za-z_][\w.]*)\(([a-z_]\w*)=")
 
@@ -48,6 +49,7 @@ OURS = (
         accel_deepspeed,
         accel_fsdp,
         accel_launch,
+        accel_megatron,
         accel_precision,
         accel_testing,
         accel_trackers,
