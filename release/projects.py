@@ -25,8 +25,11 @@ PRIVATE = "Private :: Do Not Upload"
 REQUIREMENTS_HEAD = """\
 # Written by release/projects.py. {name} from a clone, with what it needs of ours; type, in the folder of the clone:
 #   pip install -r requirements/{name}.txt
--c ../constraints.txt
+-c ../{constraints}
 """
+
+FITS = {"accel-xla": "constraints-oldest.txt"}
+"""Which constraints a package is installed with, where it needs another torch: torch_xla 2.9 fits torch 2.9 alone."""
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -58,7 +61,8 @@ def needed(folder: str) -> list[str]:
 def requirements_of(folder: str) -> str:
     """A requirements file that installs this package from a clone: pip never looks for ours on an index."""
     name = PROJECTS[folder]["name"]
-    return REQUIREMENTS_HEAD.format(name=name) + "".join(f"./packages/{each}\n" for each in needed(folder))
+    constraints = FITS.get(name, "constraints.txt")
+    return REQUIREMENTS_HEAD.format(name=name, constraints=constraints) + "".join(f"./packages/{each}\n" for each in needed(folder))
 
 
 def notes_of(folder: str, version: str) -> tuple[str, str] | None:

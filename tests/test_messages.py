@@ -38,7 +38,7 @@ MODULES = sorted(ROOT.glob("packages/*/src/**/*.py"))
 # `name(`, `a.name(` and `.name(`; not `{}_name(`, the plural "rank(s)" or the `\.name(` of a pattern.
 CALLED = re.compile(r"(?:(?<![\w.}])[A-Za-z][\w.]*|(?<![\w\\])\.\w+)(?=\((?!e?s\)))")
 DOTTED = re.compile(
-    r"(?<![\w./])(?:torch|accel_(?:big_model|core|data|deepspeed|fsdp|launch|precision|trackers|xla)|[Aa]ccelerator)(?:\.[A-Za-z]\w*)+"
+    r"(?<![\w./])(?:torch|accel_(?:big_model|core|data|deepspeed|fsdp|launch|megatron|precision|trackers|xla)|[Aa]ccelerator)(?:\.[A-Za-z]\w*)+"
 )
 FIRST_KEYWORD = re.compile(r"(?<![\w.}])([A-Za-z_][\w.]*)\(([a-z_]\w*)=")
 
@@ -93,6 +93,9 @@ ALLOWED = {
     ".__iter__",  # the method that a subclass of DataLoader brings
     ".step",  # of an optimizer whose class a message fills in
     "Float8LinearConfig",  # torchao's
+    "TransformerConfig",  # Megatron-core's
+    "accel_megatron.families",  # a group of entry points
+    "factory",  # an argument of `build_model`
     "Float8LinearConfig.from_recipe_name",
     "SLURM_",  # the beginning of variables, in a pattern
     # the user's model, in an example

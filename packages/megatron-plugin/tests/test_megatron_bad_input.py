@@ -108,11 +108,11 @@ class Mixed2(Mixed):
 
 
 SAYS_OF_ONE = {
-    "world": "ValueError: Megatron: tensor_parallel(2) * pipeline_parallel(1) * context_parallel(1) = 2 processes hold one model, but",
-    "experts": "ValueError: Megatron: expert_parallel(3) shares experts among the 1 processes",
+    "world": "ValueError: Megatron: tensor_parallel=2 * pipeline_parallel=1 = 2 processes hold one model, but",
+    "experts": "ValueError: Megatron: expert_parallel=3 shares experts among the 1 processes",
     "sizes": "nothing was raised",
     "no batch": "forward_backward() was given no micro-batch",
-    "no pair": "returned Tensor, expected a tuple (sum, weight)",
+    "no pair": "returned Tensor, expected a tuple: the sum",
     "no scalar": "expected a scalar tensor. Sum the loss",
     "stranger": "forward_backward() was given a Linear that is not trained under Megatron",
     "held window": "gradients of backwards inside no_sync() wait to travel",

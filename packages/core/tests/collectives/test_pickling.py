@@ -34,6 +34,7 @@ SAFE_WITH = {
 BETWEEN_RANKS = "objects travel between the memories of ranks, never by a file"
 A_TEST_S = "the processes of a test send each other its function, its arguments and its results"
 NOTEBOOKS = "a function of a notebook and what comes of it travel between the memories of processes that it started, never by a file that has a name"
+A_SCRIPT = "the script whose resuming the user has verified, as `python script.py` would run it"
 ALLOWED = {
     ("accel_core.collectives.objects", "pickle.loads"): BETWEEN_RANKS,
     ("accel_data.batch_codec", "pickle.loads"): BETWEEN_RANKS,
@@ -43,6 +44,8 @@ ALLOWED = {
         "eval",
     ): "an adapter is made from the signature of a plugin's method, which runs anyway",
     ("accel_core.options.conversion", "eval"): "the annotations of a component's constructor, which runs anyway",
+    ("accel_diagnostics.resume.observed", "runpy.run_module"): A_SCRIPT,
+    ("accel_diagnostics.resume.observed", "runpy.run_path"): A_SCRIPT,
     ("accel_launch.notebook.rank", "pickle.loads"): NOTEBOOKS,
     ("accel_launch.notebook.running", "pickle.loads"): NOTEBOOKS,
     (

@@ -97,6 +97,6 @@ def _check(local: str, parameter: torch.Tensor, boxes: Sequence[Box]) -> None:
     fits = sum(box.numel for box in boxes) == parameter.numel()
     if not fits or (len(boxes) > 1 and (len(columns) > 1 or rows != parameter.shape[0])):
         raise ValueError(
-            f"The parameter {local!r} of shape {tuple(parameter.shape)} is declared by its sharded_state_dict() as the boxes "
+            f"The parameter {local!r} of shape {tuple(parameter.shape)} is declared by its sharded_state_dict as the boxes "
             f"{', '.join(map(str, boxes))}, which do not lie one after another in it. Cut it along its first dimension."
         )

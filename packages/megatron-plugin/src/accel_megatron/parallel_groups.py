@@ -33,7 +33,7 @@ class Sizes:
     def check(self, processes: int) -> None:
         """Raises `ValueError` unless the sizes multiply to a divisor of the number of processes."""
         model = self.tensor * self.pipeline * self.context
-        formula = f"tensor_parallel({self.tensor}) * pipeline_parallel({self.pipeline}) * context_parallel({self.context}) = {model}"
+        formula = f"tensor_parallel={self.tensor} * pipeline_parallel={self.pipeline} = {model}"
         if processes % model:
             raise ValueError(
                 f"Megatron: {formula} processes hold one model, but there are {processes}, which is no multiple of that. Start "
@@ -42,7 +42,7 @@ class Sizes:
         data = processes // (self.tensor * self.pipeline)
         if data % self.expert:
             raise ValueError(
-                f"Megatron: expert_parallel({self.expert}) shares experts among the {data} processes that have the same part of the other "
+                f"Megatron: expert_parallel={self.expert} shares experts among the {data} processes that have the same part of the other "
                 f"layers, and does not divide them. Choose a divisor of {data}."
             )
 

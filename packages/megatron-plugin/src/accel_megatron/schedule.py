@@ -192,7 +192,7 @@ def _shape(batches: Sequence[Any], inputs: Inputs) -> tuple[int, int, bool]:
 def _checked(result: object) -> tuple[torch.Tensor, torch.Tensor | float]:
     if not (isinstance(result, tuple) and len(result) == 2):
         raise TypeError(
-            f"loss_fn(output, batch) returned {type(result).__name__}, expected a tuple (sum, weight): (losses.sum(), losses.numel()), say."
+            f"loss_fn(output, batch) returned {type(result).__name__}, expected a tuple: the sum of losses, and its weight."
         )
     loss, weight = result
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:

@@ -78,7 +78,7 @@ ELSEWHERE: Mapping[str, str] = MappingProxyType(
 """Names that scripts look for in the core, and that are in the package of another distribution: name → distribution."""
 
 
-_FOLDERS = {name: f"{name}-plugin" for name in ("deepspeed", "fsdp", "megatron", "xla")}
+_FOLDERS = {"deepspeed": "deepspeed-plugin", "fsdp": "fsdp-plugin", "megatron": "megatron-plugin", "xla": "xla-plugin"}
 _PACKAGES = "all big-model checkpoint compat core data deepspeed diagnostics fsdp launch megatron precision testing trackers xla"
 UNPUBLISHED: Mapping[str, str] = MappingProxyType({f"accel-{n}": _FOLDERS.get(n, n) for n in _PACKAGES.split()})
 """Distributions of this repository that no package index has yet, with their folders in `packages`. What is published leaves."""
@@ -105,9 +105,10 @@ OUT_OF_MEMORY_MESSAGES: tuple[str, ...] = (
 )
 """How a `RuntimeError` says that memory ran out, where it has no class of its own: parts of messages."""
 
-_XLA = "To train there: `pip install accel-xla`, and strategy='xla'. Elsewhere: `pip uninstall torch_xla`."
+UNKNOWN_DEVICES = (("torch_xla", "accel-xla"), ("/dev/accel0", "accel-xla"))
+"""Devices that torch does not know: what a machine with one has, and the distribution that trains on it."""
+
 ABSENT = (
-    *(("", "torch_xla", _XLA), ("", "/dev/accel0", _XLA)),
     ("cuda", "/dev/nvidia0", "`nvidia-smi` says whether its driver is here and new enough for this torch."),
     ("hip", "/dev/kfd", "`rocminfo` says whether its driver is here, and whether this user may use it."),
 )

@@ -12,7 +12,6 @@ import socket
 import struct
 import time
 import warnings
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,13 +22,15 @@ import torch.distributed as dist
 
 from accel_core.base.deprecation import level_of_the_user
 from accel_core.base.errors import WorldError
-from accel_core.base.vocabulary import ABSENT
+from accel_core.base.installation import how_to_install
+from accel_core.base.vocabulary import ABSENT, UNKNOWN_DEVICES
 
 if TYPE_CHECKING:
     from accel_core.processes.launch_environment import Place
 
 LINGER = timedelta(seconds=3)  # for which rank 0 keeps the store for ranks that have not read a bad verdict yet
 PATIENCE = timedelta(seconds=5)  # for which a rank that ends waits for the others, in all
+_ABSENT = "torch {} finds no accelerator, and this machine has {}. {} To compute on the CPU: Accelerator(cpu=True), or ACCELERATE_USE_CPU=1."
 MET = "met"  # the verdict on a world that has come together
 _ROUTES = Path("/proc/net/route")  # of IPv4, numbers in the order of bytes in which they are sent
 logger = logging.getLogger(__name__)
@@ -167,24 +168,17 @@ def _warn_of_drivers() -> None:
     """Warns of a driver that fails: torch is built for a device of which this machine has a file."""
     lists = {value.strip() for name, value in os.environ.items() if name.endswith("_VISIBLE_DEVICES")}
     hidden = not lists.isdisjoint(("", "-1", "NoDevFiles"))  # who hides devices knows
-    for build, what in _found_beside_torch():
-        if build and getattr(torch.version, build, None) is not None and not hidden:
-            warnings.warn(what, stacklevel=level_of_the_user())
+    for build, mark, advice in ABSENT:
+        if Path(mark).exists() and getattr(torch.version, build, None) is not None and not hidden:
+            warnings.warn(_ABSENT.format(torch.__version__, mark, advice), stacklevel=level_of_the_user())
 
 
 def refuse_unknown_devices() -> None:
     """Raises `WorldError` on a machine with a device that torch by itself does not know."""
-    for build, what in _found_beside_torch():
-        if not build:
-            raise WorldError(what)
-
-
-def _found_beside_torch() -> Iterator[tuple[str, str]]:
-    """What torch would be built for, "" if it knows no such device, and a message: signs of devices of this machine."""
-    for build, mark, advice in ABSENT:
+    for mark, distribution in UNKNOWN_DEVICES:
         if Path(mark).exists() if mark.startswith("/") else importlib.util.find_spec(mark) is not None:
-            what = f"torch {torch.__version__} finds no accelerator, and this machine has {mark}. {advice} To compute on the CPU:"
-            yield build, f"{what} Accelerator(cpu=True), or ACCELERATE_USE_CPU=1."
+            advice = f"strategy={distribution.removeprefix('accel-')!r} trains there. {how_to_install(distribution)}."
+            raise WorldError(_ABSENT.format(torch.__version__, mark, advice))
 
 
 def identity(device: torch.device) -> str:
