@@ -88,6 +88,8 @@ BARE = (
 )
 
 ALLOWED = {
+    "TransformerConfig",  # of Megatron-core
+    "factory",  # the argument of build_model, which the user writes
     ".__iter__",  # the method that a subclass of DataLoader brings
     ".step",  # of an optimizer whose class a message fills in
     "Float8LinearConfig",  # torchao's
