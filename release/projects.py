@@ -62,7 +62,9 @@ def requirements_of(folder: str) -> str:
     """A requirements file that installs this package from a clone: pip never looks for ours on an index."""
     name = PROJECTS[folder]["name"]
     constraints = FITS.get(name, "constraints.txt")
-    return REQUIREMENTS_HEAD.format(name=name, constraints=constraints) + "".join(f"./packages/{each}\n" for each in needed(folder))
+    return REQUIREMENTS_HEAD.format(name=name, constraints=constraints) + "".join(
+        f"./packages/{each}\n" for each in needed(folder)
+    )
 
 
 def notes_of(folder: str, version: str) -> tuple[str, str] | None:
