@@ -76,7 +76,7 @@ class OptimizerGate:
         self.checked = False  # whether what is done before the first step has been done
         self._frozen: dict[str, nn.Parameter] = {}  # held, but of a model that was frozen when it was prepared
         self._needs_backward = needs_backward or is_fused(optimizer)
-        self._inside = False
+        self._inside = self._unscaled = self.was_skipped = False
         self.resume()
         self._own_step = no_step if is_fused(optimizer) else optimizer.step
         self._own_zero_grad = optimizer.zero_grad
