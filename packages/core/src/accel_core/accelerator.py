@@ -47,28 +47,23 @@ class Accelerator(CheckpointMethods, RecordingMethods, LoopMethods, CollectiveMe
                 scheduler.step()
                 optimizer.zero_grad()
 
-    What is not given here is taken from outside of the code: the command line of a launcher, then
-    environment variables, then a launcher's configuration file. Building the first one is a
-    collective: it starts the process group.
+    What is not given here is taken from outside: a launcher's command line, then the environment,
+    then a launcher's file. Building the first one is a collective: it starts the process group.
 
     Args:
         device_placement: move models and batches to the device.
-        split_batches: divide the batch of a loader among the processes. Otherwise each process gets a whole
-            batch.
+        split_batches: divide the batch of a loader among the processes. Otherwise each gets a whole batch.
         mixed_precision: dtypes to compute in: "no", the name of an installed precision, or a `Precision`. Not
             given: ACCELERATE_MIXED_PRECISION, else "no".
         gradient_accumulation_steps: number of micro-batches for each step of the optimizer, at least 1. Not
             given: ACCELERATE_GRADIENT_ACCUMULATION_STEPS, else 1.
         cpu: train on the CPU even if there is an accelerator. Not given: ACCELERATE_USE_CPU, else False.
-        strategy: way to distribute training: the name of an installed strategy, or a `Strategy`;
-            `<name>_plugin=` is an older name. Not given: ACCELERATE_STRATEGY, else "ddp", or "single" for one
-            process.
+        strategy: way to distribute training: the name of an installed one, or a `Strategy`; `<name>_plugin=`
+            is an older name. Not given: ACCELERATE_STRATEGY, else "ddp", or "single" for one process.
         loader: way to load data: the name of an installed loader component, or an object. Not given:
-            ACCELERATE_LOADER, else "sharded" if it is installed, else the loader of the core, for one
-            process.
+            ACCELERATE_LOADER, else "sharded" if installed, else the loader of the core, for one process.
         plugins: objects with further hooks, such as observers.
-        dataloader_config: all options of the loader component as one object, such as accel-data's
-            `DataLoaderConfiguration`, instead of the loose ones and of variables.
+        dataloader_config: all options of the loader as one object, as accel-data's `DataLoaderConfiguration`.
         dispatch_batches: let one process read the data and send the others their parts.
         even_batches: fill the last global batch with the first samples, so that all processes have equally
             many batches. Metrics leave these samples out.
@@ -80,8 +75,7 @@ class Accelerator(CheckpointMethods, RecordingMethods, LoopMethods, CollectiveMe
         step_scheduler_per_process: True: one `scheduler.step()` makes one step per process (unless
             `split_batches`), for schedules whose length was computed for one process.
         kwargs_handlers: option objects, at most one of a class, such as `AutocastKwargs`.
-        dynamo_backend: backend of `torch.compile` for prepared models. Not given: ACCELERATE_DYNAMO_BACKEND,
-            else "no".
+        dynamo_backend: backend of `torch.compile` for models. Not given: ACCELERATE_DYNAMO_BACKEND, else "no".
         dynamo_plugin: further options of `torch.compile`, instead of the backend.
         project_dir: folder of the project. Not given: ACCELERATE_PROJECT_DIR, else none.
         project_config: where the project keeps what it writes; its folder agrees with `project_dir`.

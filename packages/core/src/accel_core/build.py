@@ -40,7 +40,6 @@ from accel_core.options.resolution import (
     flag,
     in_force,
     refuse_beside,
-    refuse_beside_object,
     resolve,
     resolve_options,
 )
@@ -195,9 +194,7 @@ class _Asked(NamedTuple):
         choice = option.value.value if isinstance(option.value, Enum) else option.value
         by_name = isinstance(choice, str)
         asked = find(group, choice, self.offers).load() if by_name else choice
-        kinds: Sequence[Any] = (
-            getattr(asked, "handlers", ()) if base is Precision else (getattr(asked, "handler", None),)
-        )
+        kinds: Any = getattr(asked, "handlers", ()) if base is Precision else (getattr(asked, "handler", None),)
         given = [self.handlers[kind] for kind in kinds if kind in self.handlers]
         names = " and ".join(f"{type(handler).__name__}(...)" for handler in given)
         if len(given) > 1:
@@ -233,8 +230,9 @@ class _Asked(NamedTuple):
         is_installed = (group, DEFAULT_LOADER) in [(offer.group, offer.name) for offer in self.offers]
         if choice.source == "default" and not is_installed and not passed_on and config is None:
             return (), options  # the core's own serves a world of one, and says what to install in a larger one
-        refuse_beside_object(config, choice.value)
-        if config is not None and isinstance(choice.value, str):
+        if not isinstance(choice.value, str):
+            refuse_beside("loader", f"{type(choice.value).__name__}(...)", "dataloader_config", config, "")
+        elif config is not None:
             name = find("accel.loaders", choice.value, self.offers).name
             self.sections.refuse_beside(name, f"{type(config).__name__}(...)")
         own = self._options(choice.value, "accel.loaders", None)

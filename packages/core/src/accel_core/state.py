@@ -110,18 +110,15 @@ class PartialState(_State):
     ) -> None:
         chosen = flag("cpu", cpu, "ACCELERATE_USE_CPU", False).value
         options = InitProcessGroupKwargs(backend=backend, init_method=init_method, timeout=timeout)
-        self._take(World.current(cpu=chosen or None, **options.to_kwargs()))
+        self._world, self.debug = World.current(cpu=chosen or None, **options.to_kwargs()), _debug_mode()
         self._world.enter(self)
 
     @classmethod
     def of(cls, world: World) -> PartialState:
         """The state of an existing world, whose process group it does not keep running."""
         state = object.__new__(cls)
-        state._take(world)
+        state._world, state.debug = world, _debug_mode()
         return state
-
-    def _take(self, world: World) -> None:
-        self._world, self.debug = world, _debug_mode()
 
     def __reduce__(self) -> Any:
         return type(self), ()  # what a pickle gives is a view of the processes where it is loaded

@@ -132,12 +132,9 @@ class DynamoBackend(Word):
     """Backends for `Accelerator(dynamo_backend=...)`: names of `torch.compile`, in either case."""
 
     NO, EAGER, AOT_EAGER, INDUCTOR, AOT_TS_NVFUSER = "no", "eager", "aot_eager", "inductor", "aot_ts_nvfuser"
-    NVPRIMS_NVFUSER, CUDAGRAPHS, OFI, FX2TRT, ONNXRT = "nvprims_nvfuser", "cudagraphs", "ofi", "fx2trt", "onnxrt"
-    TENSORRT, AOT_TORCHXLA_TRACE_ONCE, TORCHXLA_TRACE_ONCE = (
-        "tensorrt",
-        "aot_torchxla_trace_once",
-        "torchxla_trace_once",
-    )
+    NVPRIMS_NVFUSER, CUDAGRAPHS, OFI, FX2TRT = "nvprims_nvfuser", "cudagraphs", "ofi", "fx2trt"
+    ONNXRT, TENSORRT = "onnxrt", "tensorrt"
+    AOT_TORCHXLA_TRACE_ONCE, TORCHXLA_TRACE_ONCE = "aot_torchxla_trace_once", "torchxla_trace_once"
     TVM, HPU_BACKEND, NEURON = "tvm", "hpu_backend", "neuron"
 
     @classmethod

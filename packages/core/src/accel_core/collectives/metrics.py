@@ -22,11 +22,10 @@ _HOW = "Call gather_for_metrics once per batch, inside the loop over the prepare
 def gather_for_metrics(
     data: Tree, rows: Rows | None, world: World, group: ProcessGroup | None = None, use_gather_object: bool = False
 ) -> Tree:
-    """Gathers the results for one batch from all ranks, without padding. Exactly one collective.
+    """See `Accelerator.gather_for_metrics`. Exactly one collective; 0-d tensors give one per rank.
 
-    `data`: nested tensors, one row per sample (0-dim: one element per rank), or a list or tuple of
-    objects. `rows` are from `Feed.current_rows()`; None gathers everything. Raises on every rank
-    `ValueError` if there is not one row per sample, `TypeError` for objects in no list or tuple.
+    `rows` are from `Feed.current_rows()`; None gathers everything. Raises on every rank `ValueError`
+    if there is not one row per sample, `TypeError` for objects in no list or tuple.
     """
     leaves, shape = flatten_with_shape(data)
     if use_gather_object or not leaves or not all([isinstance(leaf, torch.Tensor) for leaf in leaves]):

@@ -112,9 +112,8 @@ def letter_for(
     """The letter for these leaves, from the channel's store if known. Refuses non-tensors."""
     try:
         key = (call, measure, shape, *[(leaf.dtype, leaf.shape, leaf.layout) for leaf in leaves])
-        letter = channel.letters.get(key)
-        if letter is not None:
-            return letter
+        if (known := channel.letters.get(key)) is not None:
+            return known
     except AttributeError:  # not a tensor
         pass
     try:
@@ -126,9 +125,7 @@ def letter_for(
     described = [(path, leaf.dtype, sizes) for path, leaf, (_, _, sizes) in rows_of]
     sent = [(spec, rows) for spec, rows, _ in measured if spec is not None]
     specs, rows = [spec for spec, _ in sent], [rows for _, rows in sent]
-    letter = Letter(describe(call, outline(tree), described), specs, rows, channel.message_device, stacked)
-    channel.letters[key] = letter
-    return letter
+    return channel.letter(key, lambda: describe(call, outline(tree), described), specs, rows, stacked)
 
 
 def check_tensors(call: str, tree: Tree, leaves: list[Any]) -> None:

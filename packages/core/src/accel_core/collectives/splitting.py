@@ -143,11 +143,7 @@ def _without_timeout(world: World) -> Iterator[None]:
 
 @contextmanager
 def split_between_processes(inputs: Any, world: World, apply_padding: bool = False) -> Iterator[Any]:
-    """Gives a process consecutive elements of `inputs`; the first `len(inputs) % size` one more.
-
-    No collective: every process is given the same. Shorter parts repeat the last element with
-    `apply_padding`. `TypeError` for what cannot be split, such as a string.
-    """
+    """See `Accelerator.split_between_processes`. `TypeError` for what has no parts, as a string."""
     length = _length(inputs, "inputs")
     yield inputs if world.size == 1 else _part(inputs, _indices(length, world, apply_padding))
 

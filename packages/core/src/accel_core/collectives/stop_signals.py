@@ -69,11 +69,7 @@ class Preemption:
         weakref.finalize(self, _release, self._handlers).atexit = False  # an exit that has begun goes on
 
     def watch(self, *signals: signal.Signals | int | str) -> None:
-        """Notes the first arrival of each of these signals on this rank from now on. No collective.
-
-        Numbers or names, such as "SIGUSR1"; none: SIGTERM. Raises `ValueError` for one that
-        cannot be caught, and, as Python does, outside of the main thread; then none is watched.
-        """
+        """See `Accelerator.stop_on_signal`. Where it raises (in another thread, say), none is watched."""
         for number in [_number(given) for given in signals or (signal.SIGTERM,)]:
             if number not in self._handlers:
                 self._handlers[number] = _Handler(number, self._arrived, self._grace)

@@ -115,8 +115,7 @@ class HookSpecs:
     def layout(self, world: World) -> Layout:
         """Says which part of the data this process reads.
 
-        When: in the constructor. May make process groups by `world.subgroup`, the same on every rank.
-        Default: pure data parallelism.
+        When: in the constructor. May make groups by `world.subgroup`. Default: data parallelism.
         """
 
     @owner
@@ -208,9 +207,8 @@ class HookSpecs:
     def synchronise_gradients(self) -> None:
         """Synchronises what backwards have left local, such as a second one through the same graph.
 
-        When: after each `accelerator.backward` that closes a window, in a world larger than one,
-            and at the end of the default `forward_backward`. Hot. A collective where all ranks find
-            such gradients, else none.
+        When: after each `accelerator.backward` that closes a window, in a larger world, and at the
+            end of the default `forward_backward`. Hot. A collective if all ranks find any, else none.
         """
 
     @owner
@@ -230,8 +228,7 @@ class HookSpecs:
         Arguments: the user's model, which is trained, and what the loop calls.
         Returns: by the name of a parameter (one of them, if tied), the live terms whose sum is its
             gradient: `Elementwise`, the mean over the data-parallel ranks, and `Partial`, this
-            rank's own. What was made zero stays so until a backward. Others have no gradient.
-        Default: `.grad` of every parameter.
+            rank's own. What was made zero stays so until a backward. Others have none. Default: `.grad`.
         """
 
     @owner
@@ -244,16 +241,14 @@ class HookSpecs:
         """Inside, tensors hold this rank's part of a sequence, and attention spans all peers.
 
         When: in `accelerator.maybe_context_parallel`. Entering is a collective over the peers.
-        Arguments: the tensors, changed in place; the dim of the sequence in each; those that are
-            not restored at the end.
+        Arguments: tensors, changed in place; the dim of the sequence in each; those not restored.
         """
 
     @owner
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Multiplies the loss, of any shape, so that small gradients survive a narrow dtype.
 
-        When: before every backward. Usual owner: the precision's scaler, or the strategy's engine.
-        Default: the loss as it is.
+        When: before every backward. Owner: the precision's scaler, or an engine. Default: the loss.
         """
 
     @owner
@@ -375,10 +370,8 @@ class HookSpecs:
         """Says what a checkpoint holds of an optimizer, and how it lies on the ranks.
 
         When: in `save_state`, on every rank. No collective. Usual owner: that of `model_state`.
-        Arguments: the optimizer; by the `id` of each parameter of all prepared models, its name,
-            such as "0.weight" in the first.
-        Returns: what `accel_checkpoint.capture_optimizer` makes of a `Sharding`.
-        Default: parameters are whole on every rank.
+        Arguments: the optimizer; names by `id` of all models' parameters, such as "0.weight".
+        Returns: what `accel_checkpoint.capture_optimizer` makes of a `Sharding`. Default: all whole.
         """
 
     @owner

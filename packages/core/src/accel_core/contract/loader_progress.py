@@ -117,15 +117,11 @@ class Feed:
 
         None when none knows, and while ranks may end at different batches: windows close on all.
         """
-        fewest: int | None = None
-        for ref in self._live:
-            passage = ref()
-            if passage is None or not passage.advanced:
-                continue
+        advanced = [passage for ref in self._live if (passage := ref()) is not None and passage.advanced]
+        for passage in advanced:
             passage.advanced = False
-            if passage.remaining is not None and (fewest is None or passage.remaining < fewest):
-                fewest = passage.remaining
-        return None if self.joining else fewest
+        known = [passage.remaining for passage in advanced if passage.remaining is not None]
+        return None if self.joining else min(known, default=None)
 
     def current_rows(self) -> Rows | None:
         """The rows of the batch for metrics; None when no prepared loader counted any."""

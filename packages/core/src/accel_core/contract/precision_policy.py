@@ -56,9 +56,8 @@ FULL = PrecisionPolicy()
 class Precision(ABC):  # noqa: B024  (nothing is mandatory but the policy)
     """A precision component: a policy, and the hooks it needs (`scale_loss`, `optimizer_step`, …).
 
-    The constructor's arguments are its options, all optional; `handlers` are the classes of option
-    objects for `kwargs_handlers` that stand for them, of which one may be given. Subclass it
-    directly, and set `policy`.
+    Subclass it directly, and set `policy`. The constructor's arguments are its options, all optional;
+    `handlers`: classes of option objects, one of which may stand for them in `kwargs_handlers`.
     """
 
     policy: PrecisionPolicy = FULL
@@ -103,8 +102,7 @@ def override_calls(
     """Makes a model's calls honour `compute`, `output`, `input`, in place, if any is set.
 
     `__call__` is overridden: forwards set on the instance, compilation and scripting bypass
-    `forward`, and would run in full precision without a word. A strategy that changes the model's
-    class does so before.
+    `forward`, and would run in full precision. A strategy changes a model's class before this.
     """
     remove_policy(model)  # that of an earlier Accelerator
     if not policy.compute is policy.output is policy.input is None:

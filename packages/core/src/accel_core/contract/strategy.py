@@ -64,17 +64,15 @@ class Layout:
 class Strategy(ABC):
     """A way to distribute training: see `accel_core.contract.hook_specs`, and `accel_testing`.
 
-    Its constructor arguments are its options, all optional. Subclass this directly; to vary a
-    strategy, wrap it. What would keep the process group busy, such as torch's DDP wrapper, goes to
-    `World.close_before_end`.
+    Its constructor arguments are its options, all optional. Subclass this directly; to vary one,
+    wrap it. What keeps the process group busy (a DDP wrapper) goes to `World.close_before_end`.
 
     Attributes:
         handler: the class of option objects for `kwargs_handlers` that stand for its arguments.
         places_models: it puts models on devices; `device_placement=[...]` per object is refused.
         forward_is_collective: forwards of trained models communicate: ranks run equally many.
         replicates_parameters: every data-parallel rank holds all parameters whole.
-        distributed_type: the word of `accelerator.distributed_type`, or one per type of device;
-            None: its name.
+        distributed_type: `accelerator.distributed_type`, or a word per device type; None: its name.
         older_names: further names for `Accelerator(<name>_plugin=...)` and
             `accelerator.state.<name>_plugin`, beside its entry point's and that of its class.
     """

@@ -55,15 +55,11 @@ class AcceleratedOptimizer(Optimizer, metaclass=_Gated):
 
 
 class AcceleratedScheduler(LRScheduler, metaclass=_Gated):
-    """The type of a prepared LR scheduler: `isinstance(scheduler, AcceleratedScheduler)`.
-
-    True from `Accelerator.prepare` until `free_memory`; copies are not prepared. It has everything
-    that the user's own class has.
+    """The type of a prepared LR scheduler, for `isinstance`, as `AcceleratedOptimizer` says.
 
     Called, it makes one scheduler such an instance in place, without an Accelerator, and returns
     it: it steps only if its own optimizer and all `optimizers` have stepped, unless
-    `step_with_optimizer=False`. `split_batches` changes nothing. Raises `ValueError` if an
-    Accelerator has prepared it.
+    `step_with_optimizer=False`. `split_batches` changes nothing. `ValueError` if it is prepared.
     """
 
     _gate_on = staticmethod(rule_on)

@@ -55,9 +55,8 @@ class CollectiveMethods(AcceleratorParts):
     def gather(self, tensor: T) -> T:
         """Concatenates tensors of all ranks along dim 0, in rank order. Collective.
 
-        Takes and returns a tensor, or nested tuples, lists and dicts of them, detached. Sizes may
-        differ in dim 0 only; a 0-d tensor gives one element per rank. Raises
-        `CollectiveMismatchError` on every rank if structures, dtypes or other dims differ.
+        Takes and returns tensors in nested tuples, lists and dicts, detached; a 0-d one gives an
+        element per rank. Unless all but dim 0 agrees, all ranks raise `CollectiveMismatchError`.
         """
         return reduce_gather.gather(tensor, self._world)
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from accel_core.facade.accelerator_parts import AcceleratorParts
 from accel_core.facade.process_methods import shown
-from accel_core.loop import fused_backward, gradients
+from accel_core.loop import fused_backward
 from accel_core.loop.accumulation import Accumulate
 from accel_core.loop.forward_backward import default_inputs
 from accel_core.loop.optimizer_gate import gate_of, held_by
@@ -127,8 +127,7 @@ class LoopMethods(AcceleratorParts):
         called where outputs are, on the last stage. Raises `ValueError` without a micro-batch,
         `RuntimeError` in a window or `join_uneven_inputs`.
         """
-        if self._prepared.fused:
-            fused_backward.refuse("forward_backward()", self._prepared.optimizers)
+        fused_backward.refuse("forward_backward()", self._prepared.optimizers)
         if self._feed.joining:
             what = "forward_backward() counts its window over all ranks, and inside join_uneven_inputs() some may"
             raise RuntimeError(f"{what} have ended. Take the block away: numbers of micro-batches may differ.")
@@ -187,13 +186,14 @@ class LoopMethods(AcceleratorParts):
         `norm_type`. While a window is open nothing is clipped, and the norm is that of this rank's
         pending gradients, still scaled. Collective under a strategy that shards gradients.
         """
-        if self._prepared.fused:
-            fused_backward.refuse("clip_grad_norm_()", self._prepared.optimizers)
-        clipped = gradients.as_list(parameters)
-        if not self._accumulation.open:
-            self._unscale_holders(clipped)
+        clipped, strategy = self._unscaled("clip_grad_norm_()", parameters), self._parts.strategy
         if self._clips_kept:
-            clipped = self._whole_gradients(clipped)
+            if not strategy.replicates_parameters:
+                raise RuntimeError(
+                    f"clip_grad_norm_() was called, but nobody knows the norm of the gradients that {type(strategy).__name__} keeps: it has "
+                    f"to implement the hook clip_gradients, or to declare replicates_parameters = True."
+                )
+            clipped = self._prepared.gradients.stand_ins(clipped)
         if not self._accumulation.open:
             return self._relay.clip_gradients(clipped, max_norm, norm_type)
         if self._parts.activation.owners["clip_gradients"] is None:
@@ -202,11 +202,8 @@ class LoopMethods(AcceleratorParts):
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
         """Clamps each gradient element to [-clip_value, clip_value], unless a window is open."""
-        if self._prepared.fused:
-            fused_backward.refuse("clip_grad_value_()", self._prepared.optimizers)
-        clipped = gradients.as_list(parameters)
+        clipped = self._unscaled("clip_grad_value_()", parameters)
         if not self._accumulation.open:
-            self._unscale_holders(clipped)
             if self._prepared.gradients.are_elsewhere:
                 clipped = self._prepared.gradients.stand_ins(clipped)
             nn.utils.clip_grad_value_(clipped, clip_value)
@@ -267,23 +264,17 @@ class LoopMethods(AcceleratorParts):
 
         return [self._parts.precision] if has_state(self._parts.precision) else []
 
-    def _whole_gradients(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        strategy = self._parts.strategy
-        if not strategy.replicates_parameters:
-            raise RuntimeError(
-                f"clip_grad_norm_() was called, but nobody knows the norm of the gradients that {type(strategy).__name__} keeps: it has to "
-                f"implement the hook clip_gradients, or to declare replicates_parameters = True."
-            )
-        return self._prepared.gradients.stand_ins(parameters)
-
-    def _unscale_holders(self, parameters: Sequence[nn.Parameter]) -> None:
-        if self._parts.activation.owners["unscale_gradients"] is None:
-            return
-        clipped = {id(parameter) for parameter in parameters}
-        for optimizer in self._prepared.optimizers:
-            gate = gate_of(optimizer)
-            if gate is not None and any(id(parameter) in clipped for parameter in held_by(optimizer)):
-                gate.unscale(optimizer)
+    def _unscaled(self, call: str, parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[Any]:
+        """The parameters as a list, with gradients unscaled unless a window is open."""
+        fused_backward.refuse(call, self._prepared.optimizers)
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if not self._accumulation.open and self._parts.activation.owners["unscale_gradients"] is not None:
+            clipped = {id(parameter) for parameter in given}
+            for optimizer in self._prepared.optimizers:
+                gate = gate_of(optimizer)
+                if gate is not None and any(id(parameter) in clipped for parameter in held_by(optimizer)):
+                    gate.unscale(optimizer)
+        return given
 
 
 @contextmanager

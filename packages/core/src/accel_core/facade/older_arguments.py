@@ -73,12 +73,7 @@ def names_of(kind: type[Any]) -> set[str]:
 
 def offered_name(kind: type) -> str:
     """The name under which the package of a strategy's class offers it; empty if it does not."""
-    wanted = (kind.__module__.partition(".")[0], kind.__name__)
-    for offer in list_offers("accel.strategies"):
-        module, _, name = offer.value.partition(":")
-        if (module.partition(".")[0], name) == wanted:
-            return offer.name
-    return ""
+    return next((offer.name for offer in list_offers("accel.strategies") if offer.makes(kind)), "")
 
 
 def _configured(argument: str, name: str, given: object) -> Mapping[str, Strategy]:

@@ -130,10 +130,9 @@ class PreparationMethods(AcceleratorParts):
     def prepare_model(
         self, model: ModelT, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> ModelT:
-        """Prepares one model.
+        """Prepares one model; with `evaluation_mode` only precision and compilation apply.
 
-        `device_placement` None: as the Accelerator was told. With `evaluation_mode` precision and
-        compilation apply, and nothing else.
+        `device_placement` None: as the Accelerator was told.
         """
         given = None if device_placement is None else [device_placement]
         check_device_placement(given, [model], self._parts.strategy.places_models)

@@ -41,9 +41,8 @@ class RecordingMethods(AcceleratorParts):
 
         `values` maps names to numbers, tensors of one element, texts, `Histogram`s, a service's own
         objects, or dicts of these. `step` is at least 0; None: the one after the largest so far.
-        `log_kwargs[name]` goes to that tracker's own log. Raises `RuntimeError` before
-        `init_trackers`. What cannot be recorded and a tracker that fails are warnings; under
-        `TrackingKwargs(strict=True)` errors.
+        `log_kwargs[name]` goes to that tracker's own log. `RuntimeError` before `init_trackers`. What
+        cannot be recorded and failing trackers are warnings; with `TrackingKwargs(strict=True)` errors.
         """
         if self._trackers is not None:
             self._trackers.log(values, step, log_kwargs)
@@ -58,10 +57,9 @@ class RecordingMethods(AcceleratorParts):
     ) -> None:
         """Records images with trackers that have them. No collective; waits for images on a device.
 
-        `values` maps names to an image or several: tensors (C, H, W) or (N, C, H, W), arrays (H, W,
-        C) or (N, H, W, C), both also (H, W), or images of PIL; `dataformats` names another order,
-        such as "NHWC". C is 1, 3 or 4; values are uint8, booleans, or floats in 0 … 1. `step`: None
-        is the largest one that was logged.
+        `values` maps names to one image or several: tensors ([N,] C, H, W), arrays ([N,] H, W, C),
+        both also (H, W), or images of PIL; `dataformats` names another order, such as "NHWC". C is 1,
+        3 or 4; values are uint8, booleans, or floats in 0 … 1. `step` None: the largest one logged.
         """
         if self._trackers is not None:
             self._trackers.log_images(values, step, log_kwargs, dataformats)

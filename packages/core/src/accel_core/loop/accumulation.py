@@ -106,10 +106,8 @@ class Accumulation:
 
     def whole_window(self) -> None:
         """`forward_backward` begins: a window of its own, neither held open nor averaged again."""
-        self._settle()
-        self.serial += 1
-        self.size = 1
-        self.backwards = self.micro_backwards = 0
+        self._begin_window(0)
+        self.micro_backwards = 0
 
     def _begin_window(self, remaining: int | None) -> None:
         self._settle()
@@ -189,8 +187,7 @@ class Accumulation:
     def defer(self, drop: Callable[[], None]) -> None:
         """`drop` is called before the next window begins, or the next backward behind the block.
 
-        On the closing micro-batch a `zero_grad` may stand first in the body, with the step to come,
-        or last, with the step left out.
+        A closing micro-batch's `zero_grad` may come first, before its step, or last, without one.
         """
         self._deferred.append(drop)
 

@@ -18,12 +18,6 @@ if TYPE_CHECKING:
     Earlier = tuple[Mapping[Place, torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]  # of a strategy; of `.grad`
 
 
-def as_list(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[nn.Parameter]:
-    """One parameter, or any iterable of them (a generator is consumed once), as a list."""
-    given = [parameters] if isinstance(parameters, torch.Tensor) else parameters
-    return list(given)
-
-
 def listed(names: Sequence[str]) -> str:
     """The first eight names of parameters, and how many more there are."""
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
@@ -32,8 +26,7 @@ def listed(names: Sequence[str]) -> str:
 class Gradients:
     """Reads and changes the gradients of the trained ones of `models`, a list that grows.
 
-    `are_elsewhere`: whether the strategy keeps them, and `state` gives them; of other parameters,
-    and without it, they are in `.grad`.
+    `are_elsewhere`: whether the strategy keeps them, as `state` says; all others are in `.grad`.
     """
 
     def __init__(self, models: Sequence[PreparedModel] = (), state: GradientHook | None = None) -> None:

@@ -45,7 +45,6 @@ class LocalSGD:
             )
         self._local = ExitStack()
         self._inside = False
-        self._calls = self._averaged = 0
         self._trained: dict[int, nn.Parameter] = {}
 
     def __enter__(self) -> LocalSGD:

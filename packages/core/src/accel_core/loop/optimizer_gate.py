@@ -77,8 +77,7 @@ class OptimizerGate:
         self._frozen: dict[str, nn.Parameter] = {}  # held, but of a model that was frozen when it was prepared
         self._needs_backward = needs_backward or is_fused(optimizer)
         self._inside = self._unscaled = self.was_skipped = False
-        self.settled = -1  # the window in which it stepped last
-        self.seen_backwards = accumulation.total_backwards
+        self.resume()
         self._own_step = no_step if is_fused(optimizer) else optimizer.step
         self._own_zero_grad = optimizer.zero_grad
         self._own_add_param_group = optimizer.add_param_group
@@ -165,7 +164,7 @@ class OptimizerGate:
     def resume(self) -> None:
         """The state of the optimizer was loaded: what happened here before is over."""
         self._unscaled = self.was_skipped = False
-        self.settled = -1
+        self.settled = -1  # the window in which it stepped last
         self.seen_backwards = self.accumulation.total_backwards
 
     def unscale(self, optimizer: Optimizer) -> None:

@@ -67,8 +67,9 @@ class Sections:
         if section not in self._sources:
             return {}
         if is_taken:
-            given = f"{self._sources[section]} was given, an option of {name!r}"
-            what = f"{given}, and two active components go by that name"
+            what = (
+                f"{self._sources[section]} was given, an option of {name!r}, and two active components go by that name"
+            )
             raise ValueError(f"{what}. Give the options in the code, to the constructor of the one that is meant.")
         options = read_section(name, load(), elsewhere)
         self.use(name, options)
@@ -92,11 +93,9 @@ class Sections:
 
     def refuse_beside_object(self, component: object, offers: Iterable[Offer]) -> None:
         """Calls `refuse_beside` for a component built in code, under each name of its class."""
-        kind = type(component)
         for offer in offers:
-            module, _, attribute = offer.value.partition(":")
-            if attribute == kind.__name__ and module.partition(".")[0] == kind.__module__.partition(".")[0]:
-                self.refuse_beside(offer.name, f"{kind.__name__}(...)")
+            if offer.makes(type(component)):
+                self.refuse_beside(offer.name, f"{type(component).__name__}(...)")
 
     def finish(self, offers: Iterable[Offer], active: str) -> None:
         """Refuses sections of nothing installed; warns of inactive ones (`active` says what is)."""

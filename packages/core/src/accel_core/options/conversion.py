@@ -171,10 +171,6 @@ def _number(kind: Callable[[Any], Any], value: Any) -> Any:
     return kind(value)
 
 
-def _truth(value: Any) -> bool:
-    return value if isinstance(value, bool) else as_bool(value.strip(), "")
-
-
 def _dtype(value: Any) -> torch.dtype:
     found = getattr(torch, value.strip().removeprefix("torch."))
     if not isinstance(found, torch.dtype):
@@ -202,7 +198,7 @@ _SIMPLE: Mapping[Any, _Type] = {
     types.NoneType: _Type(1, _none, "'none'"),
     int: _Type(2, partial(_number, int), "a whole number"),
     float: _Type(3, partial(_number, float), "a number"),
-    bool: _Type(4, _truth, "true or false"),
+    bool: _Type(4, lambda value: value if isinstance(value, bool) else as_bool(value.strip(), ""), "true or false"),
     torch.dtype: _Type(5, _dtype, "a dtype of torch such as 'bfloat16'"),
     timedelta: _Type(6, _duration, "a time such as 600 (seconds), '90s', '30m' or '2h'"),
     str: _Type(_TEXT, partial(_text, str), "a text"),

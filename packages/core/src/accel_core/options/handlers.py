@@ -44,11 +44,9 @@ class InitProcessGroupKwargs(KwargsHandler):
     """Options for the start of the process group.
 
     Args:
-        backend: backend of `torch.distributed`; None: gloo, and the backend of the accelerator
-            beside it.
+        backend: backend of `torch.distributed`; None: gloo, and beside it the accelerator's own.
         init_method: URL at which the processes meet; None: the one of the launcher.
-        timeout: time after which a waiting collective gives up, in every group; None: torch's
-            default.
+        timeout: time after which a collective gives up, in every group; None: torch's default.
     """
 
     backend: str | None = None
@@ -75,12 +73,10 @@ class GradientAccumulationPlugin(KwargsHandler):
 
     Args:
         num_steps: micro-batches in a window.
-        adjust_scheduler: advance an LR scheduler by the micro-batches of the window at each
-            optimizer step. Otherwise one `scheduler.step()` is one step.
+        adjust_scheduler: let `scheduler.step()` make a step per micro-batch of the window, else one.
         sync_with_dataloader: close a window also at the end of a prepared loader.
         sync_each_batch: exchange gradients at each micro-batch: less memory, more traffic.
-        mean_over: divide a gradient by the micro-batches of its "window", or always by `num_steps`
-            ("steps").
+        mean_over: divide a gradient by the micro-batches of its "window", or by `num_steps`: "steps".
     """
 
     num_steps: int = 1
@@ -106,8 +102,7 @@ class TrackingKwargs(KwargsHandler):
         start_timeout: seconds that a tracker may take to start; the first record waits for it.
         stall_timeout: seconds that a tracker may take for one record. Nobody waits for that.
         finish_timeout: seconds that `end_training`, or the end of the program, waits for records.
-        most_pending: number of records that may wait for one tracker; a large one counts as
-            several.
+        most_pending: number of records that may wait for a tracker; a large one counts as several.
     """
 
     strict: bool = False

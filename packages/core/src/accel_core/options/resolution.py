@@ -116,12 +116,6 @@ def resolve_options(loose: Mapping[str, object], config: object) -> dict[str, Op
     return {**options, **own}
 
 
-def refuse_beside_object(config: object, loader: object) -> None:
-    """Raises `ValueError` for a `dataloader_config` beside a loader built in code."""
-    if loader is not None and not isinstance(loader, str):
-        refuse_beside("loader", f"{type(loader).__name__}(...)", "dataloader_config", config, "")
-
-
 def in_force(options: Mapping[str, Option[Any]], loader: object, from_object: bool) -> dict[str, Option[Any]]:
     """Options as of `resolve_options`; those not given as the loader has them, else None."""
     own = "loader" if from_object else "default"

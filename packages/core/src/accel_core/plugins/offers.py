@@ -66,6 +66,11 @@ class Offer:
         """The distribution with its version."""
         return f"{self.distribution} {self.version}"
 
+    def makes(self, kind: type) -> bool:
+        """Whether it stands for this class, in whichever module of its package. Imports nothing."""
+        module, _, attribute = self.value.partition(":")
+        return (module.partition(".")[0], attribute) == (kind.__module__.partition(".")[0], kind.__name__)
+
     def misfit(self) -> str | None:
         """The reason why it cannot run with the installed core; None if it can. Imports nothing."""
         installed = metadata.version(CORE) if self.core else ""

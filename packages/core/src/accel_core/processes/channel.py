@@ -101,9 +101,8 @@ class Channel:
         self.rank, self.size, self.device, self.message_device = rank, size, device, message_device
         self.letters: _Cache[Hashable, Letter] = _Cache()
         self._frames: dict[int, _Frame] = {}
-        self._beside: dict[
-            Hashable, _Frame
-        ] = {}  # apart: ranks may use unlike streams, and have to keep the same frames of messages
+        # Apart: ranks may use unlike streams, and have to keep the same frames of messages.
+        self._beside: dict[Hashable, _Frame] = {}
         self._needs: _Cache[Hashable, tuple[int, ...]] = _Cache()
         self._previous: Hashable = None
 
@@ -189,9 +188,8 @@ class Channel:
         """The headers of all ranks without their turns, which are to be that of this frame."""
         all_gather_single(frame.received, frame.sent, group=self.group)
         by_rank: list[list[int]] = headers.tolist()
-        if [header.pop(0) for header in by_rank].count(frame.turn) != self.size or (
-            self._watch and self._watch.verdict
-        ):
+        turns = [header.pop(0) for header in by_rank]
+        if turns.count(frame.turn) != self.size or (self._watch and self._watch.verdict):
             # A backend may return then without having written, and an earlier message still lies there.
             raise dist.DistError(
                 "A collective was broken off, and what has arrived may be older than this call. Nothing of it can be used: start "

@@ -92,7 +92,7 @@ def claim(store: dist.Store, url: str, place: Place) -> None:
             f"Give every job a port of its own: set MASTER_PORT, the same on all ranks of the job, to one that is free."
         )
     if store.add(f"accel/rank/{place.rank}", 1) > 1:
-        _judge(round_of(store, place, 0), f"rank {place.rank} was claimed by two processes")
+        round_of(store, place, 0).compare_set("verdict", "", f"rank {place.rank} was claimed by two processes")
         raise WorldError(
             f"Rank {place.rank} of {place.size} was asked for ({place.source}), but another process has claimed rank "
             f"{place.rank} at {url}. Give every process a rank of its own, and every job a port of its own (MASTER_PORT)."
@@ -109,13 +109,14 @@ def assemble(store: dist.Store, url: str, place: Place, device: torch.device, ti
     everyone = range(place.size)
     store.set(f"card/{place.rank}", identity(device))
     if store.add("cards", 1) == place.size:
-        _judge(store, _sharing([store.get(f"card/{rank}").decode() for rank in everyone]) or MET)
+        verdict = _sharing([store.get(f"card/{rank}").decode() for rank in everyone]) or MET
+        store.compare_set("verdict", "", verdict)  # unless another rank has said so already
     try:
         store.wait(["verdict"], timeout)
     except dist.DistStoreError:
         missing = [str(rank) for rank in everyone if not store.check([f"card/{rank}"])]
         came = f"{place.size - len(missing)} of {place.size} came within {timeout}"
-        _judge(store, f"{came}, and these ranks are missing: {', '.join(missing)}")
+        store.compare_set("verdict", "", f"{came}, and these ranks are missing: {', '.join(missing)}")
     verdict = store.get("verdict").decode()
     if verdict == MET:
         return
@@ -124,11 +125,6 @@ def assemble(store: dist.Store, url: str, place: Place, device: torch.device, ti
         with contextlib.suppress(dist.DistStoreError):  # who has not come by then finds nobody, and says so
             store.wait([f"told/{rank}" for rank in everyone], LINGER)
     raise not_met(url, place, verdict)
-
-
-def _judge(store: dist.Store, verdict: str) -> None:
-    """Says whether the world has come together, unless another rank has said so already."""
-    store.compare_set("verdict", "", verdict)
 
 
 def not_met(url: str, place: Place, reason: object) -> WorldError:

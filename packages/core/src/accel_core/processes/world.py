@@ -185,7 +185,7 @@ class World:
         self._share(group)
         return group
 
-    def _share(self, group: dist.ProcessGroup) -> World:
+    def _share(self, group: dist.ProcessGroup) -> None:
         _shared[group] = self
         _all.add(self)
         self._set_watch(group)
@@ -197,7 +197,6 @@ class World:
         failure_output.show_once()
         atexit.unregister(_end_all)
         atexit.register(_end_all)
-        return self
 
     def _set_watch(self, group: dist.ProcessGroup) -> None:
         from torch.distributed import distributed_c10d

@@ -56,11 +56,9 @@ class DDP(Strategy):
         broadcast_buffers: take buffers from process 0 at each synchronising forward.
         bucket_cap_mb: size in MiB of the buckets in which gradients are exchanged; None: torch's.
         find_unused_parameters: allow parameters that take no part in a backward. Slower.
-        gradient_as_bucket_view: let `.grad` share memory with the buckets, as it does here by
-            default.
+        gradient_as_bucket_view: let `.grad` share memory with the buckets, by default here.
         static_graph: promise that every iteration uses the same parameters in the same way.
-        comm_hook: form in which gradients are exchanged: as they are, as fp16 or bf16, or
-            compressed by PowerSGD.
+        comm_hook: form in which gradients are exchanged: as they are, fp16, bf16, or by PowerSGD.
         comm_wrapper: dtype in which the factors of PowerSGD are exchanged.
         comm_state_option: arguments of PowerSGD's state, such as `matrix_approximation_rank`.
     """
@@ -95,9 +93,7 @@ class DDP(Strategy):
             "static_graph": static_graph,
         }
         self._broadcast_buffers = broadcast_buffers
-        self._comm_hook: str = comm_hook
-        self._comm_wrapper = comm_wrapper
-        self._comm_state_option = comm_state_option or {}
+        self._communication: tuple[str, str, dict[str, Any]] = comm_hook, comm_wrapper, comm_state_option or {}
         self._wrappers: list[weakref.ref[DistributedDataParallel]] = []
 
     @hookimpl
@@ -182,7 +178,8 @@ class DDP(Strategy):
         return [(wrapper, sync) for wrapper in wrappers if (sync := sync_of(wrapper)) is not None]
 
     def _wrap(self, model: nn.Module, policy: PrecisionPolicy) -> DistributedDataParallel:
-        device, group, name = next(model.parameters()).device, self._world.group, self._comm_hook
+        device, group = next(model.parameters()).device, self._world.group
+        name, compression, state = self._communication
         devices = None if device.type == "cpu" else [device]
         wrapper: Any = DistributedDataParallel(model, devices, process_group=group, **self._options)
         # Not as an argument, which has another name in torch 2.13; and 2.9 would not make buffers equal at the start either.
@@ -196,7 +193,7 @@ class DDP(Strategy):
                 )
             name = wanted
         if name != "no":
-            wrapper.register_comm_hook(*_comm_hook(name, self._comm_wrapper, self._comm_state_option, group))
+            wrapper.register_comm_hook(*_comm_hook(name, compression, state, group))
         self._world.close_before_end(override_class(wrapper, _Wrapper))
         return wrapper  # type: ignore[no-any-return]
 

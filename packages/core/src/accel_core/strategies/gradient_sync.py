@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +51,7 @@ class GradientSync:
             self._local.update(earlier._local, earlier.changed)
             earlier.close()
         handles = [each.register_post_accumulate_grad_hook(self.changed.append) for each in self.known]
-        self.close: Any = weakref.finalize(self, _remove, handles)  # takes the hooks off the parameters
+        self.close: Any = weakref.finalize(self, lambda: [each.remove() for each in handles])  # takes the hooks off
         self.close.atexit = False
 
     def announce(self, wrapper: DistributedDataParallel) -> None:
@@ -178,8 +178,3 @@ def left_out_of_loss(names: Sequence[str], where: str) -> str:
         f"{listed(names)}. Use them, set requires_grad_(False) on them before prepare(), or pass "
         f"kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]."
     )
-
-
-def _remove(handles: Iterable[Any]) -> None:
-    for handle in handles:
-        handle.remove()

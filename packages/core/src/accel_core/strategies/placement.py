@@ -35,8 +35,7 @@ def check_alike(model: nn.Module, world: World) -> None:
 def place_model(model: nn.Module, request: PrepareRequest) -> None:
     """Moves, casts and compiles a model in place, as requested; parameters stay the same objects.
 
-    `param`, `compute`, `output` and `input` of the policy hold from here on; `reduce` is up to the
-    strategy, as gradients are.
+    All of the policy holds from here on but `reduce`, which is up to the strategy.
     """
     if request.device is not None:
         _move(model, request.device)

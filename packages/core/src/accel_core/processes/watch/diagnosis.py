@@ -94,8 +94,7 @@ class Report(NamedTuple):
         report = cls(*json.loads(text))
         calls = [Call(*call) for call in report.calls]
         listed = [call._replace(members=call.members and tuple(call.members)) for call in calls]
-        running, collective = tuple(report.running), tuple(report.collective)
-        return report._replace(calls=tuple(listed), running=running, collective=collective)
+        return report._replace(calls=tuple(listed), running=tuple(report.running), collective=tuple(report.collective))
 
     def __str__(self) -> str:
         if self.left:
