@@ -180,6 +180,12 @@ OLDER_NAMES: dict[tuple[str, str], tuple[str, ...]] = {
             "transformer_cls_names_to_wrap, min_num_params)"
         ),
     ),
+    ("D4", "Megatron"): (
+        (
+            "accel_megatron.MegatronLMPlugin(tp_degree, pp_degree, sequence_parallelism, use_distributed_optimizer, "
+            "expert_model_parallel_size, is_train_batch_min, **)"
+        ),
+    ),
     ("D5", "Long sequences"): ("Accelerator.maybe_context_parallel(buffers, buffer_seq_dims, no_restore_buffers)",),
     ("E", "Precision"): (
         "accel_precision.GradScalerKwargs(init_scale, growth_factor, backoff_factor, growth_interval, enabled)",

@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import pytest
 
-from accel_core import Accelerator, NotInstalledError, PluginError
+from accel_core import Accelerator, PluginError
 from accel_core.api.launcher import LOADER_OPTIONS, OPTIONS, SECTIONS, Offer
 from accel_launch.options import LaunchOptions
 from accel_launch.settings.catalog import GROUPS, Catalog
@@ -101,11 +101,6 @@ def test_a_name_of_a_strategy_and_a_precision_has_no_options_outside_of_python()
     )
     with pytest.raises(PluginError, match="both a strategy and a mixed_precision go by that name"):
         catalog.section("ddp")
-
-
-def test_what_no_package_offers_says_so():
-    with pytest.raises(NotInstalledError, match="No package offers it yet"):
-        CATALOG.section("megatron_lm")
 
 
 def test_options_of_the_data_are_those_of_the_loader_that_is_chosen():

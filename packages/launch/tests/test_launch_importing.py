@@ -128,7 +128,7 @@ def test_the_command_says_what_the_file_needs_and_is_not_installed(
     theirs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     theirs.write_text(THEIRS + "strategy: megatron_lm\n")
-    assert "No package offers it yet" in run(capsys, theirs, tmp_path / "config.yaml")
+    assert "Type 'megatron' if that was meant" in run(capsys, theirs, tmp_path / "config.yaml")
 
 
 def test_the_command_finds_the_file_where_accelerate_keeps_it(

@@ -136,8 +136,8 @@ def is_transformer_engine_mxfp8_available() -> bool:
 
 
 def is_megatron_lm_available() -> bool:
-    """False: Megatron-LM has no package of ours yet."""
-    return False
+    """Whether Megatron-core is installed, and accel-megatron, which trains with it."""
+    return is_installed("megatron", "megatron-core") and is_installed("accel_megatron", "accel-megatron")
 
 
 def is_numpy_available(min_version: str = "1.25.0") -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import NoReturn
 
-_MEGATRON = "Megatron-LM has no package of ours yet; strategy='fsdp' shares models out"
+_MEGATRON = "models are built by accelerator.build_model(factory) and trained by accelerator.forward_backward, under Megatron of accel-megatron"
 _SAGEMAKER = "SageMaker's launcher is not offered; start the script by `accelerate launch` or torchrun"
 _TPU = "TPUs are not supported"
 _PIPELINE = (

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from accel_compat.plugins import LoggerType
 from accel_compat.state import PartialState
 from accel_core import GeneralTracker, NotInstalledError, TrackedRun, Tracker
-from accel_core.api.launcher import how_to_get, list_offers
+from accel_core.api.launcher import how_to_install, list_offers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,7 +32,7 @@ def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
 def _service(name: str) -> Any:
     offer = next((offer for offer in list_offers("accel.trackers") if offer.name == name), None)
     if offer is None:
-        raise NotInstalledError(f"The tracker {name!r} is one of accel-trackers. {how_to_get('accel-trackers')}")
+        raise NotInstalledError(f"The tracker {name!r} is one of accel-trackers. {how_to_install('accel-trackers')}")
     return offer.load()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, fields, is_dataclass
 from datetime import timedelta
 
@@ -142,11 +143,21 @@ def test_a_profiler_is_built_from_names():
     assert ProfileKwargs().ours() == ProfileKwargs()
 
 
-def test_megatron_can_be_written_and_not_run():
-    plugin = MegatronLMPlugin(tp_degree=2)
-    assert (plugin.tp_degree, plugin.pp_degree) == (2, 1)
-    with pytest.raises(NotInstalledError, match="for 4 processes. Megatron-LM has no package of ours yet"):
+def test_megatron_is_translated_or_refused_by_name():
+    package = pytest.importorskip("accel_megatron")
+    plugin = MegatronLMPlugin(tp_degree=2, pp_degree=2, sequence_parallelism=True)
+    made = plugin.ours(4)
+    assert isinstance(made, package.Megatron)
+    assert made.details() == package.Megatron(2, 2, sequence_parallel=True).details()
+    plugin.gradient_clipping = 1.0
+    with pytest.raises(ValueError, match=r"gradient_clipping=1.0\) was given.* call accelerator.clip_grad_norm_"):
         plugin.ours(4)
+
+
+def test_megatron_that_is_not_installed_says_what_to_type(monkeypatch):
+    monkeypatch.setitem(sys.modules, "accel_megatron", None)
+    with pytest.raises(NotInstalledError, match="MegatronLMPlugin: accel-megatron is not installed. "):
+        MegatronLMPlugin(tp_degree=2).ours(2)
 
 
 @pytest.mark.parametrize("kind", [DynamoBackend, LoggerType, PrecisionType, RNGType])

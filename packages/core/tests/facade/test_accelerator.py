@@ -101,8 +101,8 @@ def test_the_environment_serves_what_was_not_given(monkeypatch: pytest.MonkeyPat
         ({"mixed_precision": "bf17"}, PluginError, "'bf17' was asked for.*"),
         (
             {"strategy": "megatron_lm"},
-            NotInstalledError,
-            "'megatron_lm' was asked.*\nNo package offers it yet: choose another",
+            PluginError,
+            "'megatron_lm' was asked for.*\nType 'megatron' if that was meant",
         ),
         (
             {"mixed_precision": _Halved(), "kwargs_handlers": [_HalvedKwargs()]},

@@ -79,13 +79,6 @@ def test_a_known_name_that_is_not_installed_says_what_to_install(monkeypatch):
     )
 
 
-def test_a_known_name_that_no_package_offers_says_so(monkeypatch):
-    install(monkeypatch)
-    with pytest.raises(NotInstalledError) as error:
-        find("accel.strategies", "megatron_lm")
-    assert said(error).endswith("\nNo package offers it yet: choose another")
-
-
 def test_a_misspelt_name_is_answered_with_the_nearest_installed_one(monkeypatch):
     install(monkeypatch, "fsdp")
     with pytest.raises(PluginError) as error:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 from accel_core import CheckpointError, CollectiveMismatchError, PluginError, WorldError
 from accel_core.api.component import nearest
-from accel_core.api.launcher import KNOWN_PROVIDERS, Offer, find, how_to_get, list_offers
+from accel_core.api.launcher import KNOWN_PROVIDERS, Offer, find, how_to_install, list_offers
 from accel_launch.output import BAD, say, table, warn
 
 WRONG, INTERRUPTED, UNREAD = 2, 130, 141
@@ -81,7 +81,7 @@ def _command(name: str) -> Callable[..., int | None]:
         meant = nearest(name, names)
         hint = f"Type `accel {meant}` if that was meant" if meant else "`accel -h` says what each does"
         if name in KNOWN_PROVIDERS["accel.commands"]:
-            hint = how_to_get(KNOWN_PROVIDERS["accel.commands"][name])
+            hint = how_to_install(KNOWN_PROVIDERS["accel.commands"][name])
         raise ValueError(f"there is no command {name!r}. Installed: {', '.join(names)}. {hint}.")
     return find("accel.commands", name, offers).load()
 

@@ -10,14 +10,25 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from accel_megatron.conversion import ROPE, Family, Row, find_family, from_transformers, to_transformers
+    from accel_megatron.plugin import MegatronLMPlugin
     from accel_megatron.strategy import Megatron
 
-__all__ = ["ROPE", "Family", "Megatron", "Row", "find_family", "from_transformers", "to_transformers"]
+__all__ = [
+    "ROPE",
+    "Family",
+    "Megatron",
+    "MegatronLMPlugin",
+    "Row",
+    "find_family",
+    "from_transformers",
+    "to_transformers",
+]
 
 __version__ = "0.1.0"
 
 _MODULES = {
     "Megatron": "strategy",
+    "MegatronLMPlugin": "plugin",
     **dict.fromkeys(["ROPE", "Family", "Row", "find_family", "from_transformers", "to_transformers"], "conversion"),
 }
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from accel_checkpoint.importing.foreign import write_foreign
 from accel_checkpoint.importing.opened import GROUP, find_foreign
 from accel_core import CheckpointError
-from accel_core.api.launcher import KNOWN_PROVIDERS, how_to_get, list_offers
+from accel_core.api.launcher import KNOWN_PROVIDERS, how_to_install, list_offers
 
 if TYPE_CHECKING:
     from accel_checkpoint.importing.foreign import ForeignCheckpoint
@@ -47,7 +47,9 @@ def open_foreign(folder: Path, optimizer: str | None = None) -> ForeignCheckpoin
     if found is not None:
         return found
     installed = [offer.name for offer in list_offers(GROUP)]
-    missing = [f"For {name}: {how_to_get(by)}." for name, by in KNOWN_PROVIDERS[GROUP].items() if name not in installed]
+    missing = [
+        f"For {name}: {how_to_install(by)}." for name, by in KNOWN_PROVIDERS[GROUP].items() if name not in installed
+    ]
     tried = f"Installed: {', '.join(installed) or 'none'}. {' '.join(missing)}"
     raise CheckpointError(f"A checkpoint was to be imported from {folder}, but no importer knows it. {tried}")
 

@@ -15,7 +15,7 @@ from accel_compat.checkpoints.optimizer_files import open_optimizer
 from accel_compat.checkpoints.pickled_file import read_dict, read_pickled
 from accel_compat.checkpoints.run_files import read_positions, read_scale, read_streams
 from accel_core import Accelerator, CheckpointError
-from accel_core.api.launcher import Group, find, how_to_get, list_offers
+from accel_core.api.launcher import Group, find, how_to_install, list_offers
 
 ORIGIN = "Accelerate"
 _GROUP: Group = "accel.importers"
@@ -112,7 +112,7 @@ def _of_engine(engine: Path, asked: str | None) -> ForeignCheckpoint:
     offers = [offer for offer in list_offers(_GROUP) if offer.name == _ENGINE]
     if not offers:
         raise CheckpointError(
-            f"{engine} was to be read, but it was saved by an engine. {how_to_get('accel-deepspeed')}."
+            f"{engine} was to be read, but it was saved by an engine. {how_to_install('accel-deepspeed')}."
         )
     found: ForeignCheckpoint | None = find(_GROUP, f"{offers[0].distribution}:{_ENGINE}", offers).load()(engine, asked)
     if found is None:

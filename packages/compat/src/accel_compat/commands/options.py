@@ -145,7 +145,7 @@ GROUPS: Mapping[str, Mapping[str, Option]] = MappingProxyType(
             "use_megatron_lm": Option(bool, False, help="train with Megatron-LM; the options below say how"),
             "megatron_lm_tp_degree": Option(int, 1),
             "megatron_lm_pp_degree": Option(int, 1),
-            "megatron_lm_gradient_clipping": Option(float, 1.0),
+            "megatron_lm_gradient_clipping": Option(float),
             **{
                 f"megatron_lm_{name}": Option(truth, False)
                 for name in [

@@ -186,8 +186,17 @@ _DEEPSPEED: Mapping[str, Rule] = {
     "deepspeed_moe_layer_cls_names": leave("give it in the code: DeepSpeed(moe_leaf_modules=[...])", nothing=(None,)),
 }
 
-_OF_MEGATRON = "options of Megatron are those of a strategy that no package offers yet"
+_OF_MEGATRON = "the model, the loop or the optimizer says it: MegatronLMPlugin of accel_megatron tells where, for each"
 _MEGATRON: Mapping[str, Rule] = {
+    "tp_degree": carry("megatron.tensor_parallel", int, nothing=(1,)),
+    "pp_degree": carry("megatron.pipeline_parallel", int, nothing=(1,)),
+    "expert_model_parallel_size": carry("megatron.expert_parallel", int, nothing=(1,)),
+    "sequence_parallelism": carry("megatron.sequence_parallel", bool, nothing=(False,)),
+    "use_distributed_optimizer": carry("megatron.distributed_optimizer", bool, nothing=(False,)),
+    "num_micro_batches": leave(
+        "the script gives a window's micro-batches: accelerator.forward_backward(model, micro_batches, loss_fn)",
+        nothing=(1,),
+    ),
     "gradient_clipping": leave(
         "the script clips: accelerator.clip_grad_norm_(model.parameters(), 1.0)", nothing=("none",)
     ),

@@ -27,7 +27,7 @@ _PLAIN_TYPES = (
     *(f"MULTI_{kind}" for kind in ("GPU", "HPU", "MLU", "MUSA", "NEURON", "NPU", "SDAA", "XPU")),
     "MPS",
 )
-_STRATEGIES = {"FSDP": "fsdp", "DEEPSPEED": "deepspeed", "MEGATRON_LM": "megatron_lm"}
+_STRATEGIES = {"FSDP": "fsdp", "DEEPSPEED": "deepspeed", "MEGATRON_LM": "megatron"}
 _TPU = "TPUs are not started here: start the script with the launcher of torch_xla"
 
 

@@ -1,21 +1,28 @@
-"""`MegatronLMPlugin`: options of an engine that no package of ours offers yet."""
+"""`MegatronLMPlugin`: the options of Megatron-LM, as `Megatron` of accel-megatron."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from dataclasses import dataclass, fields
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from accel_compat.plugins.variables import fill, flag, variable
 from accel_core import NotInstalledError
+from accel_core.api.component import how_to_install
 
-MISSING = "Megatron-LM has no package of ours yet. Write strategy='fsdp' for models that one device does not hold."
+if TYPE_CHECKING:
+    from accel_core import Strategy
+
 _PREFIX = "MEGATRON_LM_"
 
 
 @dataclass
 class MegatronLMPlugin:
-    """Options of Megatron-LM. They can be written and read; `ours()` raises."""
+    """Options of Megatron-LM. `ours()` refuses those that are no option of a strategy here, by name.
+
+    Two defaults say nothing: sequences are not shared out, and nothing clips but the script.
+    """
 
     tp_degree: int | None = variable(_PREFIX + "TP_DEGREE", int, 1)
     pp_degree: int | None = variable(_PREFIX + "PP_DEGREE", int, 1)
@@ -32,7 +39,7 @@ class MegatronLMPlugin:
     recompute_num_layers: int | None = variable(_PREFIX + "RECOMPUTE_NUM_LAYERS", int, 1)
     attention_backend: bool | None = variable(_PREFIX + "ATTENTION_BACKEND", flag, True)
     expert_model_parallel_size: int | None = variable(_PREFIX + "EXPERT_MODEL_PARALLEL_SIZE", int, 1)
-    context_parallel_size: int | None = variable(_PREFIX + "CONTEXT_PARALLEL_SIZE", int, 2)
+    context_parallel_size: int | None = variable(_PREFIX + "CONTEXT_PARALLEL_SIZE", int, 1)
     attention_dropout: float | None = variable(_PREFIX + "ATTENTION_DROPOUT", float, 0.0)
     hidden_dropout: float | None = variable(_PREFIX + "HIDDEN_DROPOUT", float, 0.0)
     attention_softmax_in_fp32: bool | None = variable(_PREFIX + "ATTENTION_SOFTMAX_IN_FP32", flag, True)
@@ -40,7 +47,7 @@ class MegatronLMPlugin:
     calculate_per_token_loss: bool | None = variable(_PREFIX + "CALCULATE_PER_TOKEN_LOSS", flag, True)
     use_rotary_position_embeddings: bool | None = variable(_PREFIX + "USE_ROTARY_POSITION_EMBEDDINGS", flag, True)
     num_micro_batches: int | None = variable(_PREFIX + "NUM_MICRO_BATCHES", int, 1)
-    gradient_clipping: float | None = variable(_PREFIX + "GRADIENT_CLIPPING", float, 1.0)
+    gradient_clipping: float | None = variable(_PREFIX + "GRADIENT_CLIPPING", float)
     sequence_parallelism: bool | None = variable(_PREFIX + "SEQUENCE_PARALLELISM", flag, False)
     recompute_activations: bool | None = variable(_PREFIX + "RECOMPUTE_ACTIVATIONS", flag, False)
     use_distributed_optimizer: bool | None = variable(_PREFIX + "USE_DISTRIBUTED_OPTIMIZER", flag, False)
@@ -84,6 +91,13 @@ class MegatronLMPlugin:
     def __post_init__(self) -> None:
         fill(self)
 
-    def ours(self, world_size: int) -> NoReturn:
-        """Raises `NotInstalledError`."""
-        raise NotInstalledError(f"MegatronLMPlugin was given for {world_size} processes. {MISSING}")
+    def ours(self, world_size: int) -> Strategy:  # noqa: ARG002  # every plugin of a strategy is told
+        """The strategy. `ValueError` for options that are none of it, with what to write instead."""
+        try:
+            package = import_module("accel_megatron")  # an extra
+        except ModuleNotFoundError as error:
+            raise NotInstalledError(
+                f"MegatronLMPlugin: accel-megatron is not installed. {how_to_install('accel-megatron')}"
+            ) from error
+        made: Strategy = package.MegatronLMPlugin(**{each.name: getattr(self, each.name) for each in fields(self)})
+        return made

@@ -1,4 +1,4 @@
-"""Megatron-LM, which has no package of ours yet."""
+"""Helpers of Megatron-LM, which accel-megatron does without; `MegatronLMPlugin` is in `accelerate.utils`."""
 
 from accel_compat.missing_names import refuse_from
 

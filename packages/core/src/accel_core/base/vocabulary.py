@@ -32,7 +32,7 @@ _STRATEGIES = {
     "deepspeed": "accel-deepspeed",
     "dispatch": "accel-big-model",
     "fsdp": "accel-fsdp",
-    "megatron_lm": None,
+    "megatron": "accel-megatron",
     "xla": "accel-xla",
 }
 _COMMANDS = {
@@ -44,7 +44,7 @@ _COMMANDS = {
     "verify-resume": "diagnostics",
 }
 _PRECISIONS = ("bf16", "bf16-true", "fp16", "fp16-true", "fp8", "mxfp8", "tf32")
-KNOWN_PROVIDERS: Mapping[str, Mapping[str, str | None]] = MappingProxyType(
+KNOWN_PROVIDERS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "accel.strategies": _STRATEGIES,
         "accel.precisions": dict.fromkeys(_PRECISIONS, "accel-precision"),
@@ -59,7 +59,7 @@ KNOWN_PROVIDERS: Mapping[str, Mapping[str, str | None]] = MappingProxyType(
         "accel.commands": {name: f"accel-{package}" for name, package in _COMMANDS.items()},
     }
 )
-"""Entry-point group → name → the distribution to install for it; None: scripts use the name, and none offers it yet."""
+"""Entry-point group → name → the distribution to install for it."""
 
 _NAMES_OF = {
     "accel-data": (
@@ -68,6 +68,7 @@ _NAMES_OF = {
     ),
     "accel-precision": "AORecipeKwargs FP8RecipeKwargs GradScalerKwargs TERecipeKwargs",
     "accel-fsdp": "FullyShardedDataParallelPlugin",
+    "accel-megatron": "MegatronLMPlugin",
     "accel-deepspeed": "DeepSpeedPlugin DummyOptim DummyScheduler HfDeepSpeedConfig get_active_deepspeed_plugin",
     "accel-diagnostics": "Finding",
     "accel-launch": "debug_launcher notebook_launcher",

@@ -141,16 +141,11 @@ def find_default(group: Group, name: str, call: str, offers: Sequence[Offer] | N
     found = [offer for offer in installed if (offer.group, offer.name) == (group, name)]
     if not found:
         provider = KNOWN_PROVIDERS[group][name]
-        raise NotInstalledError(f"{call} needs {provider}, which is not installed. {how_to_get(provider)}")
+        raise NotInstalledError(f"{call} needs {provider}, which is not installed. {how_to_install(provider)}")
     if len(found) > 1:
         what = f"{call} needs a {NOUNS[group]}, and {len(found)} distributions offer it under the name {name!r}:"
         raise PluginError(f"{what} {', '.join(each.provider for each in found)}. Uninstall all but one.")
     return found[0]
-
-
-def how_to_get(provider: str | None) -> str:
-    """Advice for a component not installed; no full stop. `provider`: as `KNOWN_PROVIDERS`."""
-    return "No package offers it yet: choose another" if provider is None else how_to_install(provider)
 
 
 def _not_found(group: Group, name: str, installed: Sequence[Offer]) -> PluginError:
@@ -160,14 +155,14 @@ def _not_found(group: Group, name: str, installed: Sequence[Offer]) -> PluginErr
     listing = ", ".join(map(str, installed)) or "none"
     asked = f"The {NOUNS[group]} {name!r} was asked for"
     opening = f"{asked}, and nothing that is installed offers it. Installed: {listing}.\n"
-    provider = canonical(distribution) if distribution else known.get(plain)
+    provider = canonical(distribution) if distribution else known.get(plain, "")
     if provider not in {canonical(offer.distribution) for offer in installed} and (distribution or plain in known):
-        return NotInstalledError(f"{opening}{how_to_get(provider)}")
+        return NotInstalledError(f"{opening}{how_to_install(provider)}")
     names = [offer.name for offer in installed]
     meant = nearest(plain, [*names, *known])
     if meant is None or meant == plain:
         return PluginError(f"{opening}Choose one of these, or pass an object. {SHOW_ALL}")
-    hint = "" if meant in names else f" It is not installed. {how_to_get(known[meant])}."
+    hint = "" if meant in names else f" It is not installed. {how_to_install(known[meant])}."
     return PluginError(f"{opening}Type {meant!r} if that was meant.{hint} {SHOW_ALL}")
 
 

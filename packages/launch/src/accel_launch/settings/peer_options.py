@@ -71,7 +71,7 @@ _WHAT_TO_TYPE = {
     "`accel launch` on each machine, with --num-machines, --machine-rank and --main-process-ip": "deepspeed_hostfile",
     "--device-ids on each machine": "deepspeed_exclusion_filter deepspeed_inclusion_filter",
     "`accel launch` on each machine, or srun or mpirun around it": "deepspeed_multinode_launcher",
-    "--strategy megatron_lm, and what `accel launch --megatron-lm -h` shows": "use_megatron_lm megatron_lm_*",
+    "--strategy megatron, and what `accel launch --megatron -h` shows": "use_megatron_lm megatron_lm_*",
     "--num-processes": "np n",
     "--num-processes, which counts those of all machines together": "nproc_per_node",
     "--num-machines, and --min-machines for the least": "nnodes",

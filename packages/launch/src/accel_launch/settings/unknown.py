@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from accel_core.api.component import nearest
-from accel_core.api.launcher import DEFAULT_LOADER, KNOWN_PROVIDERS, LOADER_OPTIONS, NOUNS, how_to_get
+from accel_core.api.launcher import DEFAULT_LOADER, KNOWN_PROVIDERS, LOADER_OPTIONS, NOUNS, how_to_install
 from accel_launch.errors import SettingsError
 from accel_launch.settings.catalog import ROLES, flag_of
 from accel_launch.settings.peer_options import advice
@@ -73,7 +73,7 @@ def what_to_install(catalog: Catalog, section: str) -> str | None:
     for role, group in ROLES.items():
         for name, provider in KNOWN_PROVIDERS.get(group, {}).items():
             if name.replace("-", "_") == section.replace("-", "_") and name not in catalog.names(role):
-                return f"the {NOUNS[group]} {name!r} is not installed. {how_to_get(provider)}"
+                return f"the {NOUNS[group]} {name!r} is not installed. {how_to_install(provider)}"
     return None
 
 
@@ -84,7 +84,7 @@ def no_loader_option(catalog: Catalog, name: str) -> str | None:
         return None
     if catalog.loader is None:
         provider = KNOWN_PROVIDERS["accel.loaders"].get(DEFAULT_LOADER)
-        return f"{plain!r} is an option of loader components, of which none is installed. {how_to_get(provider)}"
+        return f"{plain!r} is an option of loader components, of which none is installed. {how_to_install(provider)}"
     known = ", ".join(catalog.data) or "none of these"
     return f"the loader {catalog.loader!r} has no option {plain!r}. It has: {known}. Choose another loader, or leave it out."
 
