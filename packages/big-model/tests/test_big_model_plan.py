@@ -122,6 +122,7 @@ def test_bad_input_is_said(options, words):
 
 
 def test_the_command_writes_what_accel_launch_takes(tmp_path, capsys):
+    pytest.importorskip("accel_launch")
     file = tmp_path / "plan.yaml"
     known = ["--devices", "2", "--memory", "1GiB", "--input", "4", "--dtype", "fp32", "--output", str(file)]
     assert main([*MODEL, *known]) == FITS
@@ -148,6 +149,14 @@ def test_the_command_prints_json_and_its_status(capsys):
     text = capsys.readouterr().out
     assert "Nothing fits. What would help:" in text
     assert "too much, the most for" in text
+
+
+def test_its_options_are_completed(capsys):
+    accel = pytest.importorskip("accel_launch.main").main
+    assert accel(["completion", "bash"]) == 0
+    text = capsys.readouterr().out
+    (options,) = [line for line in text.splitlines() if line.startswith("_shtab_accel_plan_option_strings=")]
+    assert "--host-memory" in options
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has accelerators, which are found")

@@ -18,6 +18,7 @@ from accel_diagnostics.resume.launching import Run, Script
 from accel_diagnostics.resume.other_world import compare_worlds
 from accel_diagnostics.resume.recorder import row_hashes
 from accel_diagnostics.resume.report import as_text
+from accel_launch.main import main as accel
 
 SCRIPT = Script("script", "train.py", ("--save", "{folder}"))
 
@@ -229,6 +230,13 @@ def test_other_global_batches_are_said_to_be_incomparable():
 def test_wrong_arguments_are_refused(capsys, arguments, words):
     assert main(arguments) == NO_ANSWER
     assert words in capsys.readouterr().err
+
+
+def test_its_options_are_completed(capsys):
+    assert accel(["completion", "bash"]) == 0
+    text = capsys.readouterr().out
+    (options,) = [line for line in text.splitlines() if line.startswith("_shtab_accel_verify_resume_option_strings=")]
+    assert "--kill-step" in options
 
 
 def test_a_folder_with_files_is_not_mixed_with_new_runs(tmp_path, capsys):

@@ -40,7 +40,7 @@ exit status: 0 something fits; 1 nothing does, and what would help; 2 nothing ca
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Say how to train a model on the devices that you have, and write the configuration."""
-    given = _parser().parse_args(arguments)
+    given = parser().parse_args(arguments)
     try:
         plan = _planned(given)
         if plan.chosen and given.output:
@@ -52,14 +52,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return FITS if plan.chosen else NOTHING_FITS
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """The arguments of this command."""
+    page = argparse.ArgumentParser(
         prog="accel plan",
         description=main.__doc__,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = parser.add_argument
+    add = page.add_argument
     add("model", metavar="MODEL", help="a folder, a config.json, module:callable, or a name on the hub")
     add("--devices", type=int, metavar="N", help="how many accelerators train (default: those of this machine)")
     add("--memory", metavar="SIZE", help="of each, such as 80GiB (default: that of the smallest here)")
@@ -74,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--trust-remote-code", action="store_true", help="execute code that comes with a model on the hub")
     add("--output", metavar="FILE", help="write the configuration for accel launch --config-file to this new file")
     add("--json", action="store_true", help="print JSON: all sizes in bytes")
-    return parser
+    return page
 
 
 def _planned(given: argparse.Namespace) -> TrainingPlan:

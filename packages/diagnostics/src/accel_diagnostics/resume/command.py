@@ -32,7 +32,7 @@ exit status: 0 the resumed run was exact; 1 it differs; 2 nothing can be said, a
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prove that a script which is killed and resumed trains as if nothing had happened."""
-    given = _parser().parse_args(arguments)
+    given = parser().parse_args(arguments)
     script = Script(
         kind="module" if given.module else "script",
         target=given.script,
@@ -76,15 +76,16 @@ def _check(given: argparse.Namespace, root: Path) -> None:
         raise TrialError(f"--keep {root}: the folder is not empty, and its runs would mix with these. Give a new one.")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """The arguments of this command."""
+    page = argparse.ArgumentParser(
         prog="accel verify-resume",
         description=main.__doc__,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="accel verify-resume [options] script.py [arguments of the script]",
     )
-    add = parser.add_argument
+    add = page.add_argument
     add("script", help="the script that trains")
     add("arguments", nargs=argparse.REMAINDER, help="the arguments of the script")
     add(
@@ -122,4 +123,4 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--keep", metavar="FOLDER", help="keep journals, output and checkpoints of all runs in this new folder")
     add("--json", action="store_true", help="print JSON")
-    return parser
+    return page
