@@ -81,7 +81,7 @@ class ZerosForUnused:
     """
 
     def __init__(self, group: Any) -> None:
-        self._group, self._post_backward = group, group.post_backward
+        self._group = group
         group.post_backward = self.post_backward
 
     def post_backward(self, *unused: Any) -> None:
@@ -96,4 +96,4 @@ class ZerosForUnused:
                 and cut.unsharded_accumulated_grad is None
             ):
                 parameter.grad = torch.zeros_like(parameter)
-        self._post_backward(*unused)
+        type(self._group).post_backward(self._group, *unused)
