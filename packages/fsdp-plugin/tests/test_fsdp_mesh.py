@@ -34,7 +34,7 @@ def arranged(world, **sizes):
         "fsdp": dict(zip(meshes.fsdp.mesh_dim_names, map(ranks_of, meshes.fsdp.get_all_groups()), strict=True)),
         "tensor": None if meshes.tensor is None else ranks_of(meshes.tensor.get_group()),
         "context": None if meshes.context is None else ranks_of(meshes.context.get_group()),
-        "one root": meshes.tensor is None or meshes.fsdp._get_root_mesh() is meshes.tensor._get_root_mesh(),
+        "one root": meshes.tensor is None or root_of(meshes.fsdp) is root_of(meshes.tensor),
         "shard": (layout.shard.index, layout.shard.count),
         "data": ranks_of(layout.data_group),
         "gradient": ranks_of(layout.gradient_group),
@@ -42,6 +42,14 @@ def arranged(world, **sizes):
         "described": meshes.describe(),
         "sums": summed,
     }
+
+
+def root_of(mesh):
+    if hasattr(mesh, "_get_root_mesh"):
+        return mesh._get_root_mesh()
+    from torch.distributed.device_mesh import _mesh_resources  # torch 2.9 knows it there
+
+    return _mesh_resources.get_root_mesh(mesh)
 
 
 def dist_sum(mesh, rank):

@@ -29,6 +29,7 @@ from accel_fsdp.engine_internals import (
     was_interrupted,
 )
 from accel_fsdp.sharding import DTensorSharding, local_of
+from accel_fsdp.torch_versions import reset_iter_state
 
 if TYPE_CHECKING:
     from torch import nn
@@ -154,7 +155,7 @@ class ShardedModel(ClassOverride):
         """The output of the model for its arguments."""
         own: Synchronisation = vars(self)[_SYNCHRONISATION]
         if was_interrupted(own.engine):
-            self.reset_iter_state()  # type: ignore[attr-defined]
+            reset_iter_state(self)
         learns = torch.is_grad_enabled()
         if learns and own.travels is own.held_back:
             own.tell(not own.held_back)
@@ -162,7 +163,7 @@ class ShardedModel(ClassOverride):
         try:
             output = super().__call__(*args, **kwargs)  # type: ignore[misc]
         except BaseException:
-            self.reset_iter_state()  # type: ignore[attr-defined]
+            reset_iter_state(self)
             raise
         finally:
             own.calls -= 1

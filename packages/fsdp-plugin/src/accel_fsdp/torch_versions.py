@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,6 +38,41 @@ def reduce_unused(model: nn.Module, reduce: bool) -> None:
             ZerosForUnused(group)
 
 
+def reset_iter_state(model: nn.Module) -> None:
+    """Forgets a forward or backward that raised, and shards parameters again; before 2.13 torch cannot.
+
+    Args:
+        model: the root.
+    """
+    if hasattr(model, "reset_iter_state"):
+        model.reset_iter_state()  # type: ignore[operator]
+        return
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    root: Any = model._get_fsdp_state()  # type: ignore[operator]
+    root._device_handle.synchronize()  # instead of waiting for what each stream still does
+    root._comm_ctx.all_gather_state = root._comm_ctx.reduce_scatter_state = None
+    root._comm_ctx.post_forward_order.clear()
+    for state in root._state_ctx.all_states:
+        state._modules_to_run_forward.clear()
+        state._training_state = TrainingState.IDLE
+        for group in param_groups(state):
+            _drop_transfers(group)
+            group._training_state = TrainingState.IDLE
+            group._to_sharded()
+    root._state_ctx.iter_forward_root = None
+    root._state_ctx.post_backward_final_callback_queued = False
+
+
+def _drop_transfers(group: Any) -> None:
+    gathers = getattr(group._all_gather_result, "all_gather_work", None)
+    if isinstance(gathers, dist.Work):
+        gathers.wait()
+    group._all_gather_result = group._reshard_after_forward_event = group._partial_reduce_output = None
+    group._post_reduce_event = group._all_reduce_state = None
+    group._post_forward_indices.clear()
+
+
 class ZerosForUnused:
     """Gives parameters without a gradient zeros when the others travel, as torch 2.13 does.
 
@@ -45,7 +81,7 @@ class ZerosForUnused:
     """
 
     def __init__(self, group: Any) -> None:
-        self._group, self._post_backward = group, group.post_backward
+        self._group = group
         group.post_backward = self.post_backward
 
     def post_backward(self, *unused: Any) -> None:
@@ -60,4 +96,4 @@ class ZerosForUnused:
                 and cut.unsharded_accumulated_grad is None
             ):
                 parameter.grad = torch.zeros_like(parameter)
-        self._post_backward(*unused)
+        type(self._group).post_backward(self._group, *unused)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
-
 import torch
+
+from accel_core.api.component import memory_info
 
 
 def count_devices() -> int:
@@ -14,11 +14,6 @@ def count_devices() -> int:
 
 def memory_of_smallest() -> int | None:
     """Bytes of the accelerator with the least memory, used or not; None if nobody knows."""
-    found = []
-    for index in range(count_devices()):
-        for ask in (torch.accelerator.get_memory_info, getattr(torch.get_device_module(), "mem_get_info", None)):
-            with suppress(RuntimeError, NotImplementedError):
-                if ask is not None:
-                    found.append(int(ask(index)[1]))
-                    break
-    return min(found, default=None)
+    kind = torch.accelerator.current_accelerator()
+    found = [memory_info(torch.device(kind.type, index)) for index in range(count_devices())] if kind else []
+    return min((total for _, total in filter(None, found)), default=None)

@@ -77,9 +77,15 @@ def _compile(module: nn.Module, options: Mapping[str, Any], code: CodeType | Non
     # stops after the eighth variant of one: with a single one the ninth model of a process would run uncompiled.
     _undo(module)
     forward = module.forward if inside else None
+    bound = getattr(forward, "__self__", None) is module
+    function: Any = (
+        getattr(forward, "__func__", forward) if bound else forward
+    )  # torch 2.9 compiles each bound method anew
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return module._call_impl(*args, **kwargs) if forward is None else forward(*args, **kwargs)
+        if function is None:
+            return module._call_impl(*args, **kwargs)
+        return function(module, *args, **kwargs) if bound else function(*args, **kwargs)
 
     call.__code__ = call.__code__.replace() if code is None else code
     if options.get("options") is not None:
