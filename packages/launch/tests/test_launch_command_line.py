@@ -165,7 +165,7 @@ def test_the_older_name_of_the_devices_is_known():
         (["-np", "2"], "-np was given, which is no option here. Type --num-processes"),
         (
             ["--strategy"],
-            "nothing follows. Expected one of ddp, deepspeed, (dispatch, )?fsdp, (megatron, )?single. Type --strategy=VALUE",
+            "nothing follows. Expected one of ddp, deepspeed, (dispatch, )?fsdp, (megatron, )?single(, xla)?. Type --strategy=VALUE",
         ),
         (["--num-processes"], "without its value: nothing follows. Expected a whole number"),
         (["--num-processes", "--cpu"], "without its value: --cpu follows"),
