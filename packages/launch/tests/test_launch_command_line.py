@@ -218,7 +218,7 @@ def test_help_behind_a_component_is_about_its_options_alone(capsys):
     assert launch.main(["--fsdp", "-h"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "Fully sharded data parallelism, with replicas" in shown
-    assert "--fsdp.cpu-offload whether parts" in shown
+    assert "--fsdp.cpu-offload keep parameters, gradients" in shown
     assert "[or --fsdp.no-cpu-offload; default: false; ACCELERATE_FSDP__CPU_OFFLOAD]" in shown
     assert "--fsdp.reshard-after-forward[=true|false|N]" in shown
     assert "--num-processes N" not in shown

@@ -17,7 +17,7 @@ from accel_launch.main import main
 
 SECONDS = 30
 LINES = [
-    ("accel pl", "accel plugins"),
+    ("accel plu", "accel plugins"),
     ("accel config sh", "accel config show"),
     ("accel launch --num-pr", "accel launch --num-processes"),
     ("accel launch --dynamo-b", "accel launch --dynamo-backend"),

@@ -115,7 +115,8 @@ class HookSpecs:
     def layout(self, world: World) -> Layout:
         """Says which part of the data this process reads.
 
-        When: in the constructor. May make groups by `world.subgroup`. Default: data parallelism.
+        When: in the constructor. May make groups by `world.subgroup`, the same on every rank.
+        Default: pure data parallelism.
         """
 
     @owner
