@@ -39,7 +39,6 @@ FACTS = {
     "python": "3.9",
     "torch": "9.9",
     "load": 1.0,
-    "seconds": 7.0,
 }
 
 

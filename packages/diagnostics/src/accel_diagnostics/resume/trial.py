@@ -12,7 +12,6 @@ from accel_diagnostics.resume.comparison import PARTS, Comparison, Difference, c
 from accel_diagnostics.resume.launching import FOLDER, Run, Script, start
 from accel_diagnostics.resume.other_world import compare_worlds
 
-
 _MAY_VARY = {"registered objects", "random streams"}  # what is drawn from a stream shows in samples, weights and losses
 
 
