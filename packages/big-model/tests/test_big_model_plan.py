@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,12 +14,15 @@ from torch import nn
 
 from accel_big_model import estimate_memory, init_empty_weights, plan_training
 from accel_big_model.planning.command import FITS, NO_ANSWER, NOTHING_FITS, main
+from accel_big_model.planning.configuration import write_configuration
 from accel_testing import preload, run_ranks
 from accel_testing.memory_peaks import PEAKS_ARE_MEASURED
 
 preload("torch.distributed.fsdp")
 
 BATCH = torch.empty(64, 256, device="meta")
+OFFLOADED = "fsdp, activation checkpointing, CPU offload"
+SCRIPT = Path(__file__).with_name("planned_script.py")
 MODEL = ["torch.nn:Linear", "--arguments", '{"in_features": 4, "out_features": 4}']
 
 
@@ -121,22 +125,33 @@ def test_bad_input_is_said(options, words):
         plan_training(build(), **given)
 
 
-def test_the_command_writes_what_accel_launch_takes(tmp_path, capsys):
-    pytest.importorskip("accel_launch")
+def test_the_command_writes_a_configuration_into_a_new_file(tmp_path, capsys):
     file = tmp_path / "plan.yaml"
     known = ["--devices", "2", "--memory", "1GiB", "--input", "4", "--dtype", "fp32", "--output", str(file)]
     assert main([*MODEL, *known]) == FITS
     assert f"accel launch --config-file {file} train.py" in capsys.readouterr().out
-    script = tmp_path / "train.py"
-    script.write_text(
-        "from accel_core import Accelerator\na = Accelerator(cpu=True)\nprint(a.num_processes, a.distributed_type)\n"
-    )
-    launch = [sys.executable, "-m", "accel_launch", "launch", "--config-file", str(file), str(script)]
-    ran = subprocess.run(launch, capture_output=True, text=True, timeout=120, check=False)
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.count("2 MULTI_CPU") == 2
+    lines = [line for line in file.read_text().splitlines() if not line.startswith("#")]
+    assert lines == ["num_processes: 2", "mixed_precision: no", "strategy: ddp"]
     assert main([*MODEL, *known]) == NO_ANSWER
     assert "exists. Give another path to --output" in capsys.readouterr().err
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("way", "told"), [("ddp", "2 MULTI_CPU True"), (OFFLOADED, "2 FSDP True")])
+def test_what_is_written_is_launched_and_trains(tmp_path, way, told):
+    """The fullest configuration, and the plainest; on a CPU, where what is offloaded lies in main memory anyway."""
+    pytest.importorskip("accel_launch")
+    if way == OFFLOADED:
+        pytest.importorskip("accel_fsdp")
+    peak = {each.name: each.estimate.peak for each in plan(1, devices=2, rows=4096).considered}[way]
+    chosen = plan(peak, devices=2, rows=4096, room=0.0)
+    assert chosen.chosen.name == way
+    write_configuration(chosen, tmp_path / "plan.yaml", "")
+    launch = [sys.executable, "-m", "accel_launch", "launch", "--config-file", str(tmp_path / "plan.yaml"), str(SCRIPT)]
+    ran = subprocess.run(launch, capture_output=True, text=True, timeout=240, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count(told) == 2
 
 
 def test_the_command_prints_json_and_its_status(capsys):

@@ -63,6 +63,7 @@ def test_a_run_resumed_in_a_smaller_world_is_the_same_but_for_rounding(capsys):
     assert all((each["largest"] or 0) < 1e-5 for each in found["verdicts"])
 
 
+@pytest.mark.full
 def test_runs_are_launched_as_a_user_would(capsys, launched):
     assert main(["--resume-arguments=--resume", SCRIPT, "--save", "{folder}"]) == EXACT
     assert "bit by bit" in capsys.readouterr().out

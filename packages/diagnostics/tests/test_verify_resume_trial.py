@@ -165,16 +165,17 @@ def test_the_first_difference_is_named(monkeypatch, tmp_path, steps, part, words
     assert re.search(words, as_text(outcome))
 
 
-def test_values_that_differ_in_every_run_are_left_out(monkeypatch, tmp_path):
-    def timed(run, seconds):
+@pytest.mark.parametrize("name", ["object.0['seconds']", "random['python']['state']"])
+def test_values_that_differ_in_every_run_are_left_out(monkeypatch, tmp_path, name):
+    def varied(run, value):
         for each in run[1][0].steps:
-            each.state["object.0['seconds']"] = str(seconds)
+            each.state[name] = str(value)
         return run
 
-    runs = [timed(whole(tmp_path), 1), timed(killed(tmp_path), 2), timed(resumed(tmp_path), 3)]
+    runs = [varied(whole(tmp_path), 1), varied(killed(tmp_path), 2), varied(resumed(tmp_path), 3)]
     outcome = run(monkeypatch, tmp_path, *runs)
     assert outcome.is_exact
-    assert outcome.ignored == ("object.0['seconds']",)
+    assert outcome.ignored == (name,)
 
 
 def test_the_same_samples_with_other_contents_differ():

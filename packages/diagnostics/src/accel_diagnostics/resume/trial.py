@@ -12,6 +12,8 @@ from accel_diagnostics.resume.comparison import PARTS, Comparison, Difference, c
 from accel_diagnostics.resume.launching import FOLDER, Run, Script, start
 from accel_diagnostics.resume.other_world import compare_worlds
 
+_MAY_VARY = {"registered objects", "random streams"}  # what is drawn from a stream shows in samples, weights and losses
+
 
 class TrialError(ValueError):
     """Nothing can be said of resuming: what was found of the script, and what to type next."""
@@ -164,12 +166,13 @@ def _check_resumed(run: Run) -> None:
 
 
 def _own_variation(one: Run, other: Run, end: int | None) -> frozenset[str]:
-    """The names of registered values, such as times, that differ between two uninterrupted runs.
+    """The names of values that differ between two uninterrupted runs and change no training.
 
+    They are registered values, such as times, and random streams that the script never seeded.
     TrialError if anything else does.
     """
     found = list(differences(one.journals, other.journals, 0, end))
-    real = [each for each in found if each.part != "registered objects"]
+    real = [each for each in found if each.part not in _MAY_VARY]
     if real:
         first = min(real, key=lambda each: (each.step or math.inf, PARTS.index(each.part), each.rank))
         raise TrialError(_not_deterministic(first))
