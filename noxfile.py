@@ -2,7 +2,7 @@
 
     nox -s tests                   what CI runs: style, types, the tests of all packages from their wheels, but for the longest
     nox -s full                    everything: the longest tests, every tracker's service, every set of packages, third parties
-    nox -s oldest                  the tests of all packages with the oldest torch that they ask for
+    nox -s oldest                  the tests of packages that ask for an older torch than we develop with, with that one
     nox -r -s tests -- core        the inner loop: only the tests of packages/core; what follows the names goes to pytest
     nox -l                         the other sessions
 
@@ -46,7 +46,7 @@ TRAINED_ON = {"accel-toydevice": ("data", "fsdp-plugin")}
 """What of ours, beside the core, a third party's tests run: of the others it would only hide that they need it."""
 CONSTRAINTS, OLDEST = "constraints.txt", "constraints-oldest.txt"
 RECENT = {"fsdp-plugin", "deepspeed-plugin", "megatron-plugin", "compat"}
-"""Packages that ask for the torch of constraints.txt: not all their tests have passed with an older one."""
+"""Packages that ask for the torch of constraints.txt: their tests have not passed with an older one."""
 QUICKSTART = "examples/quickstart.py"
 ACCEPTANCE = "tests/gpu_acceptance.py"
 SHARDED = ("--strategy", "fsdp", "--mixed-precision", "bf16")
@@ -129,7 +129,7 @@ def full(session: nox.Session) -> None:
 
 @nox.session
 def oldest(session: nox.Session) -> None:
-    """The tests of all packages with the oldest torch that they ask for: before an issue is called done, and before a release.
+    """The tests of all packages but RECENT with the oldest torch: before an issue is called done, and before a release.
 
     Its builds bring GPU libraries of several gigabytes, which are not used: what is tested are processes on CPUs.
     """

@@ -167,7 +167,12 @@ def finished(command: list[str], more: Environment) -> list[dict[str, Any]]:
     with started(command, more) as process:
         output, errors = process.communicate(timeout=LIMIT)
     assert process.returncode == 0, errors
-    return sorted((json.loads(line) for line in output.splitlines()), key=lambda world: world["place"])
+    return sorted(read(output), key=lambda world: world["place"])
+
+
+def read(output: str) -> list[dict[str, Any]]:
+    """A line of each process; gloo of torch 2.9 prints beside them how many it has connected."""
+    return [json.loads(line) for line in output.splitlines() if not line.startswith("[Gloo] ")]
 
 
 kept: list[dict[str, Any]] = []
@@ -186,7 +191,7 @@ def worlds(script: Path, *environments: Environment) -> list[dict[str, Any]]:
     """What each process says of its world, if all of them end well and say nothing else."""
     with redirect_stdout(io.StringIO()) as said:
         run_ranks(forked, len(environments), str(script), list(environments), timeout=LIMIT)
-    return [json.loads(line) for line in said.getvalue().splitlines()]
+    return read(said.getvalue())
 
 
 def failed(script: Path, *environments: Environment) -> list[RankReport]:

@@ -275,6 +275,8 @@ class World:
         torch's `GroupMember.NON_GROUP_MEMBER` on other ranks. A world of one may start a group.
         """
         members = tuple(sorted(ranks))
+        if len(set(members)) < len(members) or not set(members) <= set(range(self.size)):  # torch 2.9 would hang
+            raise ValueError(f"World.subgroup({list(ranks)}) names a duplicate, or a rank out of range({self.size}).")
         group = self.group or self._start_alone()
         if members == tuple(range(self.size)):
             return group
