@@ -1,7 +1,8 @@
-"""Training on XLA's CPU, on a mesh of four devices: equal to one process, compiled once, counted exactly."""
+"""Training on XLA's CPU, on meshes of one and four devices: equal to one process, compiled once, counted exactly."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import warnings
 from pathlib import Path
@@ -86,30 +87,43 @@ def alone(make: str, accumulation: int) -> dict[str, Any]:
     return train(Accelerator(cpu=True, gradient_accumulation_steps=accumulation), make=make)
 
 
+@functools.cache
+def expected_of(make: str, accumulation: int) -> dict[str, Any]:
+    [found] = run_ranks(alone, 1, make, accumulation, timeout=WAIT)
+    return found  # type: ignore[no-any-return]
+
+
 def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
     return max(float((one[name] - other[name]).abs().max()) for name in other)
 
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    ("shard", "mesh"), [(1, "4 (replicate) x 1"), (-1, "1 (replicate) x 4"), (2, "2 (replicate) x 2")]
+    ("devices", "shard", "mesh"),
+    [
+        (1, 1, "1 (replicate) x 1"),
+        (4, 1, "4 (replicate) x 1"),
+        (4, -1, "1 (replicate) x 4"),
+        (4, 2, "2 (replicate) x 2"),
+    ],
 )
 @pytest.mark.parametrize(("make", "accumulation", "small"), [("sgd", 1, 0), ("adamw", 2, 1)])
 def test_training_is_that_of_one_process_and_is_compiled_once(
-    shard: int, mesh: str, make: str, accumulation: int, small: int
+    devices: int, shard: int, mesh: str, make: str, accumulation: int, small: int
 ) -> None:
     """`small`: graphs that only make the first state of an optimizer. Then one is for training, and one for evaluation."""
-    [found] = run_ranks(on_xla, 1, shard, make, accumulation, timeout=WAIT)
-    [expected] = run_ranks(alone, 1, make, accumulation, timeout=WAIT)
+    world = {"CPU_NUM_DEVICES": str(devices)}
+    [found] = run_ranks(on_xla, 1, shard, make, accumulation, timeout=WAIT, env=world)
+    expected = expected_of(make, accumulation)
     assert difference(found["state"], expected["state"]) < 1e-5
     assert found["evaluated"].shape == (EVALUATED, 4)
     assert float((found["evaluated"] - expected["evaluated"]).abs().max()) < 1e-5
     before, trained, evaluated = found["compiled"]
     assert trained - before == 1 + small
-    assert evaluated - trained == 2  # the model, and for the last batch the few rows that count, cut out of its output
+    assert evaluated - trained == 2  # the model, and the last batch: on one device a smaller one, else its rows cut out
     assert (found["device"], found["type"]) == ("xla:0", "XLA")
     assert mesh in found["explained"]
-    assert "4 CPU" in found["explained"]
+    assert f"{devices} CPU" in found["explained"]
 
 
 def dropping_out(folder: str) -> tuple[list[float], list[float], list[float]]:

@@ -38,8 +38,11 @@ def spec_of(engine: Engine, shape: tuple[int, ...]) -> tuple[Any, ...]:
 
 
 def shard_like(engine: Engine, tensor: torch.Tensor) -> None:
-    """Has a tensor lie on the mesh as a parameter of its shape; whole ones are on every device."""
-    if engine.devices > 1 and tensor.dim() and tensor.numel() and not engine.is_marked(tensor):
+    """Has a tensor lie on the mesh as a parameter of its shape; whole ones are on every device.
+
+    On a mesh of one device too: torch_xla marks what a graph returns, and the second step would be another graph.
+    """
+    if tensor.dim() and tensor.numel() and not engine.is_marked(tensor):
         engine.mark(tensor, spec_of(engine, tuple(tensor.shape)))
 
 
