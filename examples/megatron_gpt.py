@@ -1,6 +1,6 @@
 """A GPT whose layers are shared out by Megatron-core: tensor, pipeline and data parallelism, under the usual loop.
 
-    pip install accel-megatron
+    pip install -r requirements/accel-megatron.txt      # in a clone of the repository
     accel launch --num-processes 8 --mixed-precision bf16 examples/megatron_gpt.py --tensor 2 --pipeline 2    # 8 GPUs: two models
 
 It reads a file as bytes, each of which is a token. `--tensor * --pipeline` processes hold one model, and those read the same data; what is left

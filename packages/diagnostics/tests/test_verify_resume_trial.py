@@ -18,7 +18,7 @@ from accel_diagnostics.resume.launching import Run, Script
 from accel_diagnostics.resume.other_world import compare_worlds
 from accel_diagnostics.resume.recorder import row_hashes
 from accel_diagnostics.resume.report import as_text
-from accel_launch.main import main as accel
+from accel_launch import run_command
 
 SCRIPT = Script("script", "train.py", ("--save", "{folder}"))
 
@@ -234,7 +234,7 @@ def test_wrong_arguments_are_refused(capsys, arguments, words):
 
 
 def test_its_options_are_completed(capsys):
-    assert accel(["completion", "bash"]) == 0
+    assert run_command(["completion", "bash"]) == 0
     text = capsys.readouterr().out
     (options,) = [line for line in text.splitlines() if line.startswith("_shtab_accel_verify_resume_option_strings=")]
     assert "--kill-step" in options

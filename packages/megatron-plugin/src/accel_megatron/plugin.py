@@ -61,7 +61,7 @@ REFUSED: Mapping[str, tuple[object, str]] = MappingProxyType(
             True,
             "accelerator.forward_backward weighs tokens by what loss_fn(output, batch) returns; leave it out",
         ),
-        "use_rotary_position_embeddings": (True, "Write GPTModel(position_embedding_type=...), in the factory"),
+        "use_rotary_position_embeddings": (True, "Give the GPTModel its position_embedding_type, in the factory"),
         "num_micro_batches": (
             1,
             "Give accelerator.forward_backward(model, micro_batches, loss_fn) so many micro-batches",
