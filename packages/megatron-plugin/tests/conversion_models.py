@@ -82,17 +82,8 @@ class Converted(NamedTuple):
     bytes_held: int
 
 
-def use_cpu() -> None:
-    """As `megatron_cpu`, with experts."""
-    megatron_cpu.use_cpu()
-    from megatron.core.transformer.moe import moe_utils
-
-    # Megatron-core 0.16.1 asks whether this is None, but gives the name a value only with Transformer Engine.
-    vars(moe_utils).setdefault("te_general_gemm", None)
-
-
 def start(sizes: Sizes) -> None:
-    use_cpu()
+    megatron_cpu.use_cpu()
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 

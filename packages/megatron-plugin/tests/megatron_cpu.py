@@ -17,6 +17,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import megatron.core.models.gpt  # noqa: F401  (all of it, before anything is changed)
     import megatron.core.tensor_parallel.random as megatron_random
+    from megatron.core.transformer.moe import moe_utils
 
 CPU = torch.device("cpu")
 
@@ -58,6 +59,8 @@ def use_cpu() -> None:
     import torch._dynamo
 
     torch._dynamo.config.disable = True  # compiling what Megatron decorates takes longer than what it computes here
+    # Megatron-core 0.16.1 asks whether this is None, but gives the name a value only with Transformer Engine.
+    vars(moe_utils).setdefault("te_general_gemm", None)
     cuda = torch.cuda
     cuda.current_device = lambda: CPU
     cuda.synchronize = lambda *_: None

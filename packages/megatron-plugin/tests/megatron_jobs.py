@@ -48,14 +48,26 @@ class Norm(nn.LayerNorm):
             parameter.sequence_parallel = config.sequence_parallel
 
 
-def gpt(parallel, pre_process=True, post_process=True, vp_stage=None, tied=True, gated=False, dropout=0.0, **options):
-    """A GPT of four layers."""
+def gpt(
+    parallel,
+    pre_process=True,
+    post_process=True,
+    vp_stage=None,
+    tied=True,
+    gated=False,
+    dropout=0.0,
+    experts=None,
+    dtype=torch.float32,
+    **options,
+):
+    """A GPT of four layers; with experts, two of them for each token."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
     gate = {"gated_linear_unit": True, "activation_func": nn.functional.silu} if gated else {}
+    mixture = {"num_moe_experts": experts, "moe_router_load_balancing_type": "none", "add_bias_linear": False}
     settings = {
         "num_layers": 4,
         "hidden_size": WIDTH,
@@ -69,11 +81,12 @@ def gpt(parallel, pre_process=True, post_process=True, vp_stage=None, tied=True,
         "bias_activation_fusion": False,
         "gradient_accumulation_fusion": False,
         **gate,
+        **(mixture if experts else {}),
         **parallel,
         **options,
     }
     config = TransformerConfig(**settings)
-    layer = get_gpt_layer_local_spec()
+    layer = get_gpt_layer_local_spec(num_experts=experts, moe_grouped_gemm=False)
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
     layers = TransformerBlockSubmodules([layer] * get_num_layers_to_build(config, vp_stage), Norm)
     model = GPTModel(
@@ -88,7 +101,7 @@ def gpt(parallel, pre_process=True, post_process=True, vp_stage=None, tied=True,
         vp_stage=vp_stage,
     )
     fill(model)
-    return model
+    return model.to(dtype)
 
 
 @torch.no_grad()

@@ -71,7 +71,7 @@ class NormLinear:
 
 def convert_with_norms_inside(tasks):
     """Converts with a layer spec whose parameters have the names of Transformer Engine's layers."""
-    conversion_models.use_cpu()
+    conversion_models.megatron_cpu.use_cpu()
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.identity_op import IdentityOp
 

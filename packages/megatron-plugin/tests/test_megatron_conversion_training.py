@@ -25,7 +25,7 @@ def train(cases):
     from accel_core import Accelerator
     from accel_megatron import Megatron, from_transformers, to_transformers
 
-    conversion_models.use_cpu()
+    conversion_models.megatron_cpu.use_cpu()
     losses = []
     for folder, target, mesh in cases:
         accelerator = Accelerator(strategy=Megatron(**mesh), cpu=True)

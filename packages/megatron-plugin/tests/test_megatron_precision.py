@@ -1,0 +1,52 @@
+"""Parameters in bfloat16, whose masters are in float32."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from megatron_jobs import MESHES, Run, reference
+
+from accel_megatron.prepared_model import engine_of
+from accel_testing import run_ranks
+
+STEPS = 6
+
+
+@cache
+def expected():
+    [(losses, _, _)] = run_ranks(reference, 1, STEPS)
+    return losses
+
+
+def small_steps(mesh, lr):
+    """Losses, dtypes of the masters, whether parameters are their masters, and how far either has gone on the average."""
+    run = Run(mesh, lr=lr, dtype=torch.bfloat16)
+    engine = engine_of(run.model)
+    own = [(part.parameter, engine.flat_interval(part.parameter)) for part in engine.parts.values()]
+    own = [(parameter, slice(*interval)) for parameter, interval in own if interval[0] < interval[1]]
+    before = [parameter.detach().flatten()[place].float() for parameter, place in own]
+    losses = []
+    for step in range(STEPS):
+        losses.append(run.window(step).item())
+        run.step()
+    masters = [engine.master(parameter).flatten() for parameter, _ in own]
+    rounded = [parameter.detach().flatten()[place] for parameter, place in own]
+    same = all(torch.equal(master.bfloat16(), each) for master, each in zip(masters, rounded, strict=True))
+    moved = [(torch.cat(after).float() - torch.cat(before)).abs().mean().item() for after in (masters, rounded)]
+    return losses, {master.dtype for master in masters}, same, moved
+
+
+def test_parameters_in_bfloat16_have_masters_in_float32():
+    for _, dtypes, same, (of_masters, of_parameters) in run_ranks(small_steps, 2, MESHES["dp2+do"][1], 1e-6):
+        assert dtypes == {torch.float32}
+        assert same
+        assert of_masters > 2e-6  # several steps of AdamW, of which a parameter in bfloat16 would have kept few
+        assert of_parameters != pytest.approx(of_masters, rel=0.01)
+
+
+def test_parameters_in_bfloat16_train_almost_as_in_float32():
+    for losses, *_ in run_ranks(small_steps, 2, MESHES["dp2+do"][1], 1e-2):
+        assert losses == pytest.approx(expected(), rel=0.03)
+        assert losses[-1] < losses[0]
