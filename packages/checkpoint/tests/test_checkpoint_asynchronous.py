@@ -541,7 +541,8 @@ class TestExits:
     @pytest.mark.parametrize("mode", MODES)
     def test_a_process_that_ends_right_after_a_save_completes_it(self, world_size, how, mode, tmp_path, capsys):
         run_ranks(ending, world_size, str(tmp_path / "a"), mode, how)
-        assert capsys.readouterr().out == ""
+        said = capsys.readouterr().out.splitlines()
+        assert [line for line in said if not line.startswith("[Gloo] ")] == []  # as gloo of torch 2.9 begins its lines
         assert is_complete(tmp_path / "a")
 
     def test_a_process_does_not_wait_for_ever_for_one_that_is_stuck(self, tmp_path, capsys):
