@@ -54,6 +54,19 @@ class _OnCPU(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
+def _share_autocast() -> None:
+    """Has backwards of Megatron's own functions find the autocast of the CPU, where they look for that of CUDA."""
+    mode = torch.amp.autocast_mode
+    enabled, dtype, autocast = torch.is_autocast_enabled, torch.get_autocast_dtype, mode.autocast
+
+    def here(device_type):
+        return "cpu" if device_type == "cuda" else device_type
+
+    torch.is_autocast_enabled = lambda device_type="cpu": enabled(here(device_type))
+    torch.get_autocast_dtype = lambda device_type: dtype(here(device_type))
+    mode.autocast = lambda device_type, **options: autocast(here(device_type), **options)
+
+
 def use_cpu() -> None:
     """Changes this process for good: ranks of `run_ranks` end with their function."""
     import torch._dynamo
@@ -61,6 +74,7 @@ def use_cpu() -> None:
     torch._dynamo.config.disable = True  # compiling what Megatron decorates takes longer than what it computes here
     # Megatron-core 0.16.1 asks whether this is None, but gives the name a value only with Transformer Engine.
     vars(moe_utils).setdefault("te_general_gemm", None)
+    _share_autocast()
     cuda = torch.cuda
     cuda.current_device = lambda: CPU
     cuda.synchronize = lambda *_: None

@@ -1,4 +1,4 @@
-"""Parameters in bfloat16, whose masters are in float32."""
+"""bf16 by autocast, and parameters in bfloat16 whose masters are in float32."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 import torch
-from megatron_jobs import MESHES, Run, reference
+from megatron_jobs import MESHES, Run, reference, train
 
 from accel_megatron.prepared_model import engine_of
 from accel_testing import run_ranks
@@ -18,6 +18,15 @@ STEPS = 6
 def expected():
     [(losses, _, _)] = run_ranks(reference, 1, STEPS)
     return losses
+
+
+def test_bf16_trains_almost_as_float32():
+    world, sizes = MESHES["tp2"]
+    for losses, gradients, _ in run_ranks(train, world, sizes, STEPS, mixed_precision="bf16"):
+        assert losses == pytest.approx(expected(), rel=0.02)
+        assert losses != expected()
+        assert losses[-1] < losses[0]
+        assert {data.dtype for _, pieces in gradients.values() for _, data in pieces} == {torch.float32}
 
 
 def small_steps(mesh, lr):

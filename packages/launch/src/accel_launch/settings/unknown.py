@@ -83,7 +83,7 @@ def no_loader_option(catalog: Catalog, name: str) -> str | None:
     if plain not in LOADER_OPTIONS:
         return None
     if catalog.loader is None:
-        provider = KNOWN_PROVIDERS["accel.loaders"].get(DEFAULT_LOADER)
+        provider = KNOWN_PROVIDERS["accel.loaders"][DEFAULT_LOADER]
         return f"{plain!r} is an option of loader components, of which none is installed. {how_to_install(provider)}"
     known = ", ".join(catalog.data) or "none of these"
     return f"the loader {catalog.loader!r} has no option {plain!r}. It has: {known}. Choose another loader, or leave it out."
