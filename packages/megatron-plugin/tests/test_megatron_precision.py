@@ -1,4 +1,4 @@
-"""bf16 by autocast, and parameters in bfloat16 whose masters are in float32."""
+"""bf16 and fp16 by autocast, and parameters in bfloat16 whose masters are in float32."""
 
 from __future__ import annotations
 
@@ -27,6 +27,25 @@ def test_bf16_trains_almost_as_float32():
         assert losses != expected()
         assert losses[-1] < losses[0]
         assert {data.dtype for _, pieces in gradients.values() for _, data in pieces} == {torch.float32}
+
+
+def scaled_steps(mesh):
+    """Losses in fp16, and which steps were left out."""
+    run, found = Run(mesh, mixed_precision="fp16"), []
+    for step in range(STEPS):
+        loss = run.window(step).item()
+        run.step()
+        found.append((loss, run.accelerator.optimizer_step_was_skipped))
+    return tuple(zip(*found, strict=True))
+
+
+def test_fp16_trains_as_one_process_does_and_leaves_out_the_same_steps():
+    [(losses, skipped)] = run_ranks(scaled_steps, 1, "single")
+    assert skipped[0], "the first scale is too large for these gradients"
+    assert not all(skipped)
+    for found, left_out in run_ranks(scaled_steps, 2, MESHES["tp2"][1]):
+        assert left_out == skipped
+        assert found == pytest.approx(losses, rel=1e-3)
 
 
 def small_steps(mesh, lr):
