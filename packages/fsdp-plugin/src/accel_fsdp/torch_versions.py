@@ -81,7 +81,7 @@ class ZerosForUnused:
     """
 
     def __init__(self, group: Any) -> None:
-        self._group = group
+        self._group, self._other = group, vars(group).get("post_backward")  # what this package has put there before
         group.post_backward = self.post_backward
 
     def post_backward(self, *unused: Any) -> None:
@@ -96,4 +96,7 @@ class ZerosForUnused:
                 and cut.unsharded_accumulated_grad is None
             ):
                 parameter.grad = torch.zeros_like(parameter)
-        type(self._group).post_backward(self._group, *unused)
+        if self._other is None:  # torch's own is looked up when it is called
+            type(self._group).post_backward(self._group, *unused)
+        else:
+            self._other(*unused)
