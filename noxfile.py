@@ -45,7 +45,7 @@ THIRD_PARTIES = [path.parent for path in sorted(ROOT.glob("examples/*/pyproject.
 TRAINED_ON = {"accel-toydevice": ("data", "fsdp-plugin")}
 """What of ours, beside the core, a third party's tests run: of the others it would only hide that they need it."""
 CONSTRAINTS, OLDEST = "constraints.txt", "constraints-oldest.txt"
-RECENT = {"fsdp-plugin", "deepspeed-plugin", "megatron-plugin", "compat"}
+RECENT = {"deepspeed-plugin", "megatron-plugin", "compat"}
 """Packages that ask for the torch of constraints.txt: their tests have not passed with an older one."""
 QUICKSTART = "examples/quickstart.py"
 ACCEPTANCE = "tests/gpu_acceptance.py"

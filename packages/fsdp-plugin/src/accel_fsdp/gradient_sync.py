@@ -155,7 +155,7 @@ class ShardedModel(ClassOverride):
         """The output of the model for its arguments."""
         own: Synchronisation = vars(self)[_SYNCHRONISATION]
         if was_interrupted(own.engine):
-            reset_iter_state(self)
+            reset_iter_state(self)  # type: ignore[arg-type]
         learns = torch.is_grad_enabled()
         if learns and own.travels is own.held_back:
             own.tell(not own.held_back)
@@ -163,7 +163,7 @@ class ShardedModel(ClassOverride):
         try:
             output = super().__call__(*args, **kwargs)  # type: ignore[misc]
         except BaseException:
-            reset_iter_state(self)
+            reset_iter_state(self)  # type: ignore[arg-type]
             raise
         finally:
             own.calls -= 1
