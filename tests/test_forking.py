@@ -108,7 +108,8 @@ def test_what_is_imported_before_a_fork_asks_no_driver(name):
     for module in modules:
         if importlib.util.find_spec(module.partition(".")[0]) is None:
             pytest.skip(f"{module} is not installed")
-    run("\n".join(f"import {module}" for module in modules), environ)
+    beside = {"PYTHONPATH": str((ROOT / name).parent)}  # a list may name modules of its own tests
+    run("\n".join(f"import {module}" for module in modules), environ | beside)
 
 
 def test_the_guard_sees_a_question():

@@ -165,7 +165,7 @@ def test_it_takes_the_memory_of_one_tensor(tmp_path):
 
 def test_checkpoints_are_looked_into_by_a_command_of_their_own(tmp_path, capsys):
     save(tmp_path / "saved", seeded())
-    assert checkpoint_command([str(tmp_path / "saved")]) == 0
+    assert checkpoint_command([str(tmp_path / "saved"), "--record"]) == 0
     assert '"models": 1' in capsys.readouterr().out
     assert checkpoint_command([str(tmp_path / "absent")]) == 2
     assert "absent" in capsys.readouterr().err

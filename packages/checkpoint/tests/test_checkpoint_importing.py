@@ -175,7 +175,7 @@ def test_the_command_says_what_is_there_and_writes_it(tmp_path, capsys):
         f"written: {new}",
     ]
     assert said.err == "file 1 of 2\nfile 2 of 2\n"
-    assert main([str(new)]) == 0
+    assert main([str(new), "--record"]) == 0
     assert '"origin": "Toy torch.optim.SGD"' in capsys.readouterr().out
 
 
