@@ -58,10 +58,9 @@ def main():
 
     # The batch of 64 is that of all processes together. sync_batch_norm would average statistics over processes.
     accelerator = Accelerator(split_batches=True)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-2, total_steps=options.epochs * len(train_loader))
-    model, optimizer, scheduler, train_loader, test_loader = accelerator.prepare(
-        model, optimizer, scheduler, train_loader, test_loader
-    )
+    model, optimizer, train_loader, test_loader = accelerator.prepare(model, optimizer, train_loader, test_loader)
+    steps = options.epochs * len(train_loader)
+    scheduler = accelerator.prepare(torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-2, total_steps=steps))
 
     for epoch in range(options.epochs):
         model.train()
