@@ -84,6 +84,37 @@ def test_ranks_weigh_the_tokens_that_they_hold() -> None:
         assert_equal_to_one_batch(found)
 
 
+def without_gradients(precision: str) -> tuple[torch.Tensor, float, bool]:
+    """The mean of a window in `no_grad`, that of the same window with gradients, and whether the first left any."""
+    accelerator = Accelerator()
+    model = accelerator.prepare(Tagger())
+    ids, targets = (part.chunk(accelerator.num_processes)[accelerator.process_index] for part in sentences())
+    window = list(zip(ids.chunk(2), targets.chunk(2), strict=True))
+
+    def rounded(output: torch.Tensor, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        loss, weight = loss_fn(output, batch)
+        return loss.to(getattr(torch, precision)), weight
+
+    with torch.no_grad():
+        mean = accelerator.forward_backward(model, window, rounded)
+    left = any(parameter.grad is not None for parameter in model.parameters())
+    return mean, accelerator.forward_backward(model, window, rounded).item(), left
+
+
+ON_TWO.add(without_gradients, "float32")
+
+
+def test_without_gradients_a_window_is_an_evaluation() -> None:
+    for precision in ("float32", "bfloat16"):
+        mean, trained, left = without_gradients(precision)
+        assert mean.dtype == torch.float32
+        assert mean.item() == trained
+        assert not left
+    for mean, trained, left in ON_TWO.run(without_gradients, "float32"):
+        assert mean.item() == pytest.approx(trained, rel=1e-6)
+        assert not left
+
+
 def test_gradients_add_to_those_that_are_there() -> None:
     """Two windows before a step: the correction of the second leaves the first alone."""
     assert_equal_to_one_batch(in_windows(4, twice=True), times=2)

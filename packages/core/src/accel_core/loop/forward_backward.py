@@ -93,12 +93,12 @@ class WindowLoop:
                     del loss  # its graph is not to last through the next forward
             if not parts:
                 raise ValueError(_EMPTY)
-            if not torch.is_grad_enabled():
+            if torch.is_grad_enabled():
+                relay.synchronise_gradients()
+                self._reference, factor, mean = self._corrected(self._reference, *self._total(parts))
+                prepared.gradients.scale(parameters, factor)
+            else:
                 mean = self._corrected(1.0, *self._total(parts))[2]
-                return torch.as_tensor(mean, dtype=parts[0][0].dtype, device=self._world.device)
-            relay.synchronise_gradients()
-            self._reference, factor, mean = self._corrected(self._reference, *self._total(parts))
-            prepared.gradients.scale(parameters, factor)
         except BaseException:
             prepared.gradients.drop(parameters, earlier)  # half a window is none: the call may be repeated
             raise

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Single(Strategy):
-    """Trains in one process. It has no options."""
+    """Trains in one process."""
 
     distributed_type = ONE_PROCESS
     replicates_parameters = True
