@@ -7,9 +7,9 @@ import json
 from pathlib import Path
 
 import pytest
-from verify_resume_runs import start_in_ranks
+from verify_resume_runs import execute_in_ranks
 
-from accel_diagnostics.resume import trial
+from accel_diagnostics.resume import launching
 from accel_diagnostics.resume.command import DIFFERS, EXACT, NO_ANSWER, main
 
 SCRIPT = str(Path(__file__).with_name("resumable_script.py"))
@@ -19,7 +19,7 @@ QUICKSTART = Path(__file__).parents[3] / "examples" / "quickstart.py"
 @pytest.fixture(autouse=True)
 def in_ranks(request, monkeypatch):
     if "launched" not in request.fixturenames:
-        monkeypatch.setattr(trial, "start", start_in_ranks)
+        monkeypatch.setattr(launching, "execute", execute_in_ranks)
 
 
 @pytest.fixture

@@ -6,9 +6,7 @@ import sys
 from pathlib import Path
 
 from accel_diagnostics.resume import observed
-from accel_diagnostics.resume.journal import read
-from accel_diagnostics.resume.launching import FOLDER, Run, Script
-from accel_diagnostics.resume.recorder import NEVER
+from accel_diagnostics.resume.launching import Script
 from accel_testing import RanksFailed, run_ranks
 
 
@@ -19,28 +17,12 @@ def observe_in_rank(*arguments: str) -> None:
     observed.main()
 
 
-def start_in_ranks(
-    script: Script,
-    root: Path,
-    name: str,
-    processes: int,
-    *,
-    kill_at: int = NEVER,
-    resumes: Path | None = None,
-    saves_end: bool = False,
-) -> Run:
-    """Stands for `launching.start`."""
-    files = root / name / "files" if resumes is None else resumes
-    files.mkdir(parents=True, exist_ok=True)
-    journal, log = root / name / "journal", root / name / "output.txt"
-    journal.mkdir(parents=True)
-    arguments = [*script.arguments, *(script.resuming if resumes else ())]
-    given = [each.replace(FOLDER, str(files)) for each in arguments]
-    final = str(root / name / "end") if saves_end else "-"
+def execute_in_ranks(script: Script, processes: int, observed: list[str], log: Path, files: Path) -> int:
+    """Stands for `launching.execute`."""
     status, output = 0, ""
     try:
-        run_ranks(observe_in_rank, processes, str(journal), str(kill_at), final, "script", script.target, *given)
+        run_ranks(observe_in_rank, processes, *observed)
     except RanksFailed as error:
         status, output = 1, str(error)
     log.write_text(output, encoding="utf-8")
-    return Run(status, processes, read(journal), log, files)
+    return status

@@ -69,15 +69,16 @@ def start(
     arguments += [] if resumes is None else [each.replace(FOLDER, str(files)) for each in script.resuming]
     target = script.target if script.kind == "module" else str(Path(script.target).resolve())
     observed = [str(journal), str(kill_at), str(final) if saves_end else "-", script.kind, target, *arguments]
+    return Run(execute(script, processes, observed, log, files), processes, read(journal), log, files)
+
+
+def execute(script: Script, processes: int, observed: list[str], log: Path, files: Path) -> int:
+    """Launches the ranks, each with these arguments of `observed`, and returns the exit status."""
     launch = ["launch", "--num-processes", str(processes), *script.launching]
     command = [sys.executable, "-m", "accel_launch", *launch, "-m", "accel_diagnostics.resume.observed", *observed]
+    folder = files if script.own_directory else None
     with log.open("wb") as output:
         ran = subprocess.run(
-            command,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            cwd=files if script.own_directory else None,
-            check=False,
+            command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=folder, check=False
         )
-    return Run(ran.returncode, processes, read(journal), log, files)
+    return ran.returncode
