@@ -316,11 +316,12 @@ def test_values_that_cannot_be_read_cost_the_record_and_not_the_run(
 def test_save_state_waits_for_all_trackers_together_and_says_who_is_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow = [Wrong("log", lambda: time.sleep(0.05)) for _ in range(3)]
+    go_on = threading.Event()
+    slow = [Wrong("log", lambda: go_on.wait(0.05)) for _ in range(3)]
     for number, tracker in enumerate(slow):
         tracker.name = f"slow{number}"
     accelerator = ready_to_save(*slow, rules=TrackingKwargs(stall_timeout=1.0))
-    for step in range(60):  # each of them needs 3 s
+    for step in range(400):  # each of them would need 20 s
         accelerator.log({"step": step})
     waits: list[float] = []
     wait = Recorder.wait
@@ -328,12 +329,13 @@ def test_save_state_waits_for_all_trackers_together_and_says_who_is_behind(
     with pytest.warns(RuntimeWarning) as said:
         accelerator.save_state(tmp_path / "checkpoint")
     monkeypatch.undo()
+    go_on.set()
     accelerator.end_training()
     assert len(waits) == 3
     assert sum(waits) < 2.0
     texts = [str(each.message) for each in said]
     assert "The tracker 'slow0' has not recorded within 1 s what was logged before save_state()" in texts[0]
-    assert [step for _, step in slow[-1].logged()] == list(range(60))
+    assert [step for _, step in slow[-1].logged()] == list(range(400))
 
 
 def test_options_for_trackers_that_are_not_chosen_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
