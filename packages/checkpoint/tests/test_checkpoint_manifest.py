@@ -327,7 +327,8 @@ def test_a_newer_version_asks_for_an_upgrade_even_if_its_seal_is_another(tmp_pat
     for content in (text, text + "\n"):
         (tmp_path / "manifest.json").write_text(content)
         with pytest.raises(
-            CheckpointError, match="by a newer accel-core: its format has version 2, .* reads up to 1. .* up-to-date clone"
+            CheckpointError,
+            match="by a newer accel-core: its format has version 2, .* reads up to 1. .* up-to-date clone",
         ):
             read_manifest(tmp_path)
 
