@@ -147,7 +147,7 @@ def oldest(session: nox.Session) -> None:
 def xla(session: nox.Session) -> None:
     """accel-xla with torch_xla and the torch that fits it, on XLA's CPU: its tests, and the main job on one and four devices."""
     install(session, ["xla-plugin", "testing", "precision"], *XLA, *ON_XLA_TESTED, *EXAMPLES, constraints=OLDEST)
-    session.env |= {"CUDA_VISIBLE_DEVICES": "", "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4"}
+    session.env.update({"CUDA_VISIBLE_DEVICES": "", "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "4"})
     session.run("pytest", "packages/xla-plugin/tests", *session.posargs)
     for devices in ("1", "4"):
         session.env["CPU_NUM_DEVICES"] = devices

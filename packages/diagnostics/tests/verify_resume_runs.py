@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 from accel_diagnostics.resume import observed
@@ -19,10 +20,10 @@ def observe_in_rank(*arguments: str) -> None:
 
 def execute_in_ranks(script: Script, processes: int, observed: list[str], log: Path, files: Path) -> int:
     """Stands for `launching.execute`."""
-    status, output = 0, ""
-    try:
-        run_ranks(observe_in_rank, processes, *observed)
-    except RanksFailed as error:
-        status, output = 1, str(error)
-    log.write_text(output, encoding="utf-8")
-    return status
+    with log.open("w", encoding="utf-8") as file, redirect_stdout(file):  # to which the ranks' output is passed on
+        try:
+            run_ranks(observe_in_rank, processes, *observed)
+        except RanksFailed as error:
+            file.write(str(error))
+            return 1
+    return 0

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import torch
+from scenario_launches import on_processor_of_the_peer
 
 EQUAL = 1e-6
 """Of the larger one, for figures of the same operations in the same order."""
@@ -21,12 +21,11 @@ to the other neighbour now and then. Without clipping the figures are equal."""
 
 
 OTHER_PROCESSOR, OTHER_PROCESSOR_BF16 = 1e-4, 0.1
-"""The peer's figures are of a processor with AVX-512. Others sum in another order, and round products of bfloat16 at other places."""
-HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+"""The peer's figures are of one processor. Others sum in another order, and round products of bfloat16 at other places."""
 
 
 def tolerance(scenario: str) -> float:
-    if not HAS_AVX512:
+    if not on_processor_of_the_peer():
         return OTHER_PROCESSOR_BF16 if scenario.endswith("bf16") else OTHER_PROCESSOR
     if "fsdp" not in scenario:
         clipped = scenario.startswith("zero2") and scenario.endswith("bf16") and "unclipped" not in scenario

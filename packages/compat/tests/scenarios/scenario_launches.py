@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import os
+import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -90,6 +92,23 @@ def expected() -> dict[str, Any]:
     return found
 
 
+def processor() -> str:
+    """What sums and products are rounded by: the processor, and its instructions for long vectors and bfloat16."""
+    try:
+        described = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]
+    except FileNotFoundError:
+        return platform.platform()
+    lines = dict(re.findall(r"^(.*?)\s*: (.*)$", described, re.MULTILINE))
+    vectors = set(lines.get("flags", "").split()) & {"avx2", "avx512f", "avx512_bf16", "amx_bf16"}
+    return " ".join([lines.get("model name", platform.machine()), *sorted(vectors)])
+
+
+def on_processor_of_the_peer() -> bool:
+    """Whether this is the kind of processor that the fixture's figures are of."""
+    recorded: str = json.loads(FIXTURE.read_text(encoding="utf-8"))["processor"]
+    return recorded == processor()
+
+
 def record(python: str) -> None:
     """Writes the fixture, without what differs between two rounds."""
     first, second = asked(python), asked(python)
@@ -104,7 +123,8 @@ def record(python: str) -> None:
     printed = subprocess.run([python, "-c", ask], capture_output=True, text=True, check=True).stdout.split()
     versions = dict(zip(VERSIONS, printed, strict=True))
     lines = ",\n".join(f"  {json.dumps(name)}: {json.dumps(found)}" for name, found in figures.items())
-    FIXTURE.write_text(f'{{"versions": {json.dumps(versions)},\n "figures": {{\n{lines}\n }}}}\n', encoding="utf-8")
+    told = f'"versions": {json.dumps(versions)},\n "processor": {json.dumps(processor())}'
+    FIXTURE.write_text(f'{{{told},\n "figures": {{\n{lines}\n }}}}\n', encoding="utf-8")
 
 
 if __name__ == "__main__":
