@@ -9,6 +9,7 @@ import ast
 import re
 import statistics
 import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -38,6 +39,8 @@ OURS_ELSEWHERE = re.compile(r"(?<![\w.])/(root|home|Users|work|opt|mnt)/\w")
 REGISTRIES = re.compile(
     r"pypi\.org|pythonhosted\.org|download\.pytorch\.org|anaconda\.(org|com)|conda\.io", re.IGNORECASE
 )
+
+DISTRIBUTIONS = {"yaml": "pyyaml", "accelerate": "accel_compat"}  # of modules that are not named as what brings them
 
 COMMANDS = {
     "python3 -m venv .venv && .venv/bin/pip install nox && .venv/bin/nox -s quickstart": "quickstart",
@@ -100,10 +103,10 @@ def declared_dependencies(folder: Path) -> set[str]:
 
 
 def extras(folder: Path) -> set[str]:
-    """Import names of the distributions of ours that an extra installs: imported where they are used."""
+    """Import names of the distributions that an extra installs: imported where they are used."""
     text = (folder / "pyproject.toml").read_text(encoding="utf-8")
     block = re.search(r"^\[project\.optional-dependencies\]\n(.*?)^\[", text, re.MULTILINE | re.DOTALL)
-    return {name.replace("-", "_") for name in re.findall(r'"(accel-[\w-]+)', block[1])} if block else set()
+    return {name.replace("-", "_") for name in re.findall(r'"([\w-]+)', block[1])} if block else set()
 
 
 @pytest.mark.parametrize("package", IMPORT_NAMES)
@@ -117,6 +120,22 @@ def test_a_package_imports_only_packages_of_ours_that_it_declares(package):
         if name.startswith("accel_") and name.partition(".")[0] not in allowed
     }
     assert not foreign
+
+
+@pytest.mark.parametrize("package", IMPORT_NAMES)
+def test_a_package_declares_what_its_modules_cannot_be_imported_without(package):
+    """A module may need what an extra installs. Imports inside functions are of what is asked for where it is used."""
+    declared = declared_dependencies(PACKAGES[package]) | extras(PACKAGES[package])
+    known = {*sys.stdlib_module_names, *declared, IMPORT_NAMES[package]}
+    undeclared = {
+        f"{relative(path)}:{node.lineno} imports {name}"
+        for path in PACKAGES[package].glob("src/**/*.py")
+        for node in tree(path).body
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in imported(node)
+        if DISTRIBUTIONS.get(name.partition(".")[0], name.partition(".")[0]) not in known
+    }
+    assert not undeclared
 
 
 def test_the_core_depends_on_no_package_of_ours():
