@@ -24,6 +24,7 @@ def test_xla_without_torch_xla(monkeypatch: pytest.MonkeyPatch) -> None:
         NotInstalledError, match=r"torch_xla is not installed.*pip install torch==2\.9\.0 torch_xla==2\.9\.0"
     ):
         Accelerator(strategy="xla")
+    assert str(XLA.unusable()).startswith("torch_xla is not installed, beside torch")  # which `accel plugins` shows
 
 
 def test_xla_with_a_torch_that_does_not_fit_it(monkeypatch: pytest.MonkeyPatch) -> None:

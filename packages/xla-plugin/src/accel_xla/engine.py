@@ -108,21 +108,25 @@ class Engine:
         return {name: int(self._metrics.counter_value(name)) for name in names}
 
 
-def check_installed() -> None:
-    """Raises `NotInstalledError` without a torch_xla that fits this torch."""
-    needed = f"pip install torch=={NEWEST} torch_xla=={NEWEST} (torch_xla[tpu]=={NEWEST} on a TPU)"
+def why_unusable() -> str | None:
+    """The reason why torch_xla cannot be imported beside this torch, and what to type; None if it can."""
+    advice = f"Type `pip install torch=={NEWEST} torch_xla=={NEWEST}` (torch_xla[tpu]=={NEWEST} on a TPU)."
     if importlib.util.find_spec("torch_xla") is None:
-        raise NotInstalledError(
-            f"strategy 'xla' was asked for, and torch_xla is not installed, beside torch {torch.__version__}. Each version of it "
-            f"fits the torch of the same number, and {NEWEST} is the newest. Type `{needed}`."
+        return (
+            f"torch_xla is not installed, beside torch {torch.__version__}. Each version of it fits the torch of the same number, "
+            f"and {NEWEST} is the newest. {advice}"
         )
     found = importlib.metadata.version("torch_xla")
     if found.split(".")[:2] != torch.__version__.split(".")[:2]:
         fitting = ".".join(found.split("+")[0].split(".")[:2])
-        raise NotInstalledError(
-            f"strategy 'xla' was asked for, and torch_xla {found} needs torch {fitting}, but this is torch {torch.__version__}. "
-            f"Type `{needed}`."
-        )
+        return f"torch_xla {found} needs torch {fitting}, but this is torch {torch.__version__}. {advice}"
+    return None
+
+
+def check_installed() -> None:
+    """Raises `NotInstalledError` without a torch_xla that fits this torch."""
+    if (why := why_unusable()) is not None:
+        raise NotInstalledError(f"strategy 'xla' was asked for, and {why}")
 
 
 def warn_of_fallbacks(found: dict[str, int]) -> None:

@@ -12,7 +12,7 @@ import torch
 from accel_checkpoint import capture_optimizer, list_misfits, restore_optimizer
 from accel_core import Layout, Strategy, WorldError, hookimpl, place_model
 from accel_xla.batches import Batches, ModelCalls
-from accel_xla.engine import Engine, check_installed, warn_of_fallbacks
+from accel_xla.engine import Engine, check_installed, warn_of_fallbacks, why_unusable
 from accel_xla.sharding import HostMoments, ModelCopies, begin_moments, on_host, place_moments, shard_like
 
 if TYPE_CHECKING:
@@ -50,6 +50,11 @@ class XLA(Strategy):
         self._recorded = False  # whether a batch was given out since the last sync
         self._in_window = False  # whether a backward was recorded since
         self._fallbacks: dict[str, int] = {}
+
+    @staticmethod
+    def unusable() -> str | None:
+        """The reason why it cannot be used here, as `accel plugins` shows it; None if it can."""
+        return why_unusable()
 
     @hookimpl
     def layout(self, world: World) -> Layout:
