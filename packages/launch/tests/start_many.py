@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from gloo_lines import without_gloo
+
 LIMIT = 60.0
 HERE = Path(__file__).parent
 
@@ -74,7 +76,7 @@ def _result(folder: Path) -> Result:
     since = [float(path.read_text()) for path in folder.glob("moment*")]
     return Result(
         ended["status"],
-        (folder / "output").read_text(),
+        without_gloo((folder / "output").read_text()),
         (folder / "errors").read_text(),
         ended["time"] - max(since, default=ended["time"]),
         ended["left"],

@@ -153,7 +153,7 @@ def test_the_older_name_of_the_devices_is_known():
         (["--fsdpp.cpu-offload"], "Type --fsdp.cpu-offload if that was meant"),
         (["--single.x"], "'single' has no option 'x'. Its options: none"),
         (["--single.cpu"], "'single' has no option 'cpu'"),
-        (["--megatron-lm"], "Type --megatron if that was meant"),
+        (["--singles"], "Type --single if that was meant"),
         (["--multi_gpu"], "is no option here. Leave it out: several processes train data-parallel by themselves"),
         (["--use-fsdp"], "Type --strategy fsdp"),
         (["--fsdp_sharding_strategy", "FULL_SHARD"], "--fsdp.reshard-after-forward for FULL_SHARD"),
@@ -165,7 +165,7 @@ def test_the_older_name_of_the_devices_is_known():
         (["-np", "2"], "-np was given, which is no option here. Type --num-processes"),
         (
             ["--strategy"],
-            "nothing follows. Expected one of ddp, deepspeed, (dispatch, )?fsdp, (megatron, )?single(, xla)?. Type --strategy=VALUE",
+            "nothing follows. Expected one of ddp, (deepspeed, )?(dispatch, )?fsdp, (megatron, )?single(, xla)?. Type --strategy=VALUE",
         ),
         (["--num-processes"], "without its value: nothing follows. Expected a whole number"),
         (["--num-processes", "--cpu"], "without its value: --cpu follows"),

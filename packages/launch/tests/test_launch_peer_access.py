@@ -114,7 +114,7 @@ def test_the_examination_of_a_machine_has_what_its_trial_found(monkeypatch, caps
     monkeypatch.setattr(peer_access, "begin", lambda: trial(PAIRS))
     monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
     reports = []
-    monkeypatch.setattr(doctor_job, "_conclude", lambda found, place, as_page: not reports.extend(found))
+    monkeypatch.setattr(doctor_job, "_conclude", lambda found, place, output: not reports.extend(found))
     monkeypatch.setattr(doctor_job.verdict, "leave", lambda options, is_good: 0)
     arguments = ["--patience", "30", "--verdict", "-", "--launcher", "0"]
     assert doctor_job.main(arguments) == 0

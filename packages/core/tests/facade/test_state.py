@@ -58,7 +58,7 @@ def test_alone_a_partial_state_needs_no_group() -> None:
     assert state.device == torch.device("cpu")
     assert state.distributed_type is DistributedType.NO
     assert (state.backend, state.initialized) == (None, True)
-    assert state.default_device == (torch.accelerator.current_accelerator() or torch.device("cpu"))
+    assert state.default_device == (torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu"))
     state.set_device()
     state.wait_for_everyone()
     with state.split_between_processes([1, 2]) as part:

@@ -230,7 +230,7 @@ class _Wrapper(ClassOverride):
             raise TypeError(f"{what} Copy the model inside it, accelerator.unwrap_model(model), and prepare that.")
         if "reducer" not in vars(self):
             raise RuntimeError(f"This DDP model was to be copied or pickled after {_ENDED}")
-        state = super().__getstate__()  # type: ignore[misc]
+        state: Any = super().__getstate__()  # type: ignore[misc,unused-ignore]  # of `object`, from Python 3.11 on
         state.pop(SYNC, None)  # a copy is not prepared
         return state
 

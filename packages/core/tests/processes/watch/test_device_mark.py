@@ -16,6 +16,7 @@ from accel_core.processes.watch.collective_scope import Entry
 from accel_core.processes.watch.device_mark import DeviceMark
 from accel_core.processes.watch.diagnosis import WAITING, Call
 from accel_core.processes.watch.rank_status import RankStatus
+from accel_testing import run_ranks
 
 
 class Event:
@@ -139,6 +140,10 @@ def test_flight_recorder_of_the_backend_says_whether_a_collective_is_waited_for(
 
 
 def test_flight_recorder_of_torch_is_read_as_it_is() -> None:
+    run_ranks(read_flight_recorder, 1, env={"TORCH_FR_BUFFER_SIZE": "2000"})  # which torch 2.9 has to be told
+
+
+def read_flight_recorder() -> None:
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
         dist.barrier()

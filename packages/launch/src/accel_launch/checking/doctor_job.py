@@ -6,14 +6,17 @@ says where it was stuck.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from typing import TextIO
 
 import torch
 import torch.distributed as dist
@@ -33,13 +36,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--patience", type=float, required=True)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(arguments)
+    with _output_apart() if options.json else nullcontext() as output:
+        return _examine_rank(options, output)
+
+
+@contextmanager
+def _output_apart() -> Iterator[TextIO]:
+    """Standard output, for JSON alone: what is printed meanwhile, as by gloo of torch 2.9, goes to standard error."""
+    sys.stdout.flush()
+    with os.fdopen(os.dup(1), "w", encoding="utf-8") as output:
+        os.dup2(2, 1)
+        try:
+            yield output
+        finally:
+            sys.stdout.flush()
+            os.dup2(output.fileno(), 1)
+
+
+def _examine_rank(options: argparse.Namespace, output: TextIO | None) -> int:
+    """Returns the exit status; rank 0 writes JSON into `output`, or prints the page without it."""
     place = read_place(os.environ)
     report: Report = doctor_facts.facts(place)
     end, trial = time.monotonic() + options.patience, peer_access.begin() if place.local_rank == 0 else None
     if place.size == 1:
         _examine_in_time(report, lambda: _try_group(report), options.patience)
         report |= {} if trial is None else {"peers": trial.result(end)}
-        is_well = _conclude([report], place, as_page=not options.json)
+        is_well = _conclude([report], place, output)
     else:
         store = _meet(place, options.patience)
         # With a connection of its own: one that waits lets nobody else through.
@@ -48,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         store.set(f"report/{place.rank}", json.dumps(report))
         if place.rank == 0:
             reports = _collect(report, place, store, time.monotonic() if trial is None else end)
-            store.set("well", str(_conclude(reports, place, as_page=not options.json)))
+            store.set("well", str(_conclude(reports, place, output)))
         store.wait(["well"], timedelta(seconds=options.patience + 2 * _GRACE))
         is_well = store.get("well") == b"True"
         store.set(f"read/{place.rank}", "")
@@ -158,14 +180,14 @@ def _collect(own: Report, place: Place, store: dist.Store, end: float) -> list[R
     return reports
 
 
-def _conclude(reports: list[Report], place: Place, *, as_page: bool) -> bool:
-    """Prints the page, and returns whether all is well."""
+def _conclude(reports: list[Report], place: Place, output: TextIO | None) -> bool:
+    """Writes JSON into `output`, or prints the page without it; returns whether all is well."""
     findings = examine(reports, place.size)
-    if as_page:
+    if output is None:
         print_page(reports, findings, place.size)
     else:
-        sys.stdout.write(json.dumps(as_json(reports, findings), indent=2) + "\n")
-    sys.stdout.flush()
+        output.write(json.dumps(as_json(reports, findings), indent=2) + "\n")
+    (output or sys.stdout).flush()
     return not any(finding.is_problem for finding in findings)
 
 

@@ -37,7 +37,7 @@ class HostAgent(LocalElasticAgent):
     def __init__(
         self, spec: WorkerSpec, logs: Logs, signals: Signals, guard: Guard, patience: int, prefix: str | None
     ) -> None:
-        super().__init__(spec, logs, shutdown_timeout=patience, log_line_prefix_template=prefix)
+        super().__init__(spec, logs, log_line_prefix_template=prefix)
         self.ranks, self.failures = Ranks({}), list[Failure]()
         self._logs, self._signals, self._guard, self._patience = logs, signals, guard, patience
         self._attempts, self._restarts = 0, spec.max_restarts
@@ -92,9 +92,11 @@ class HostAgent(LocalElasticAgent):
         self._stop_ranks(signal.SIGTERM)
         super()._stop_workers(worker_group)
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:  # noqa: ARG002  (`patience` is)
         self._stop_ranks(death_sig)
-        super()._shutdown(death_sig, min(timeout, self._patience))
+        if self._pcontext is not None:  # that of torch 2.9 would wait 30 seconds for them
+            self._pcontext.close(death_sig, self._patience)
+        super()._shutdown(death_sig)
 
     def _stop_ranks(self, number: signal.Signals) -> None:
         if CAN_LOOK and self.ranks.running:
