@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import pickle
+import re
 import signal
 import socket
 import subprocess
@@ -16,7 +17,6 @@ import types
 import pytest
 import torch
 import torch.distributed as dist
-from gloo_lines import without_gloo
 from torch.utils.data import DataLoader
 
 from accel_core import Accelerator, PluginError
@@ -57,7 +57,7 @@ def test_a_test_runs_a_function_of_its_module_on_two_ranks(capsys, monkeypatch):
     assert (total, backend, device) == (13.0, "gloo", "cpu")
     assert "debug_launcher" in explained, "the source of cpu=True is named"
     cores = max(1, usable_cores() // 2)
-    assert sorted(without_gloo(capsys.readouterr().out).splitlines()) == [
+    assert sorted(re.findall(r"rank \d computes with \d+ threads", capsys.readouterr().out)) == [
         f"rank {rank} computes with {cores} threads" for rank in range(2)
     ]
 
@@ -67,7 +67,7 @@ def test_a_script_needs_no_guard_and_learns_which_rank_was_lost(tmp_path):
     script.write_text(SCRIPT)
     ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 1
-    assert without_gloo(ended.stdout) == "the script runs\n", "it is executed once, not by every rank"
+    assert ended.stdout.count("the script runs") == 1, "it is executed once, not by every rank"
     assert "RankFailedError: debug_launcher(die, ...): rank 1 of 2 (process " in ended.stderr
     assert "failed first, and raised nothing: exit status 7. What it printed may say why." in ended.stderr
 

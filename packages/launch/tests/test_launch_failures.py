@@ -184,12 +184,12 @@ def test_rank_that_stops_answering_ends_all_and_is_named(collective: dict[str, R
 def test_run_with_checkpoints_resumes_after_a_rank_was_killed(collective: dict[str, Result]) -> None:
     result = collective["resumes"]
     assert result.status == 0, result.errors
-    assert sorted(result.output.splitlines()) == ["began at 2, ended with 4"] * 2
+    assert re.findall(r"began at \d, ended with \d", result.output) == ["began at 2, ended with 4"] * 2
 
 
 def test_launch_whose_ranks_come_together_is_not_disturbed_by_others_beside_it(collective: dict[str, Result]) -> None:
     assert (collective["collective"].status, collective["collective"].errors) == (0, "")
-    assert collective["collective"].output.split() == ["2.0", "2.0"]
+    assert re.findall(r"\d\.\d", collective["collective"].output) == ["2.0", "2.0"]
 
 
 def test_listed_ranks_are_short() -> None:
