@@ -53,7 +53,7 @@ SHARDED = ("--strategy", "fsdp", "--mixed-precision", "bf16")
 ZERO = ("--strategy", "deepspeed")
 COMPILED = ("--strategy", "xla", "--steps", "30", "--seconds", "300")  # which compiling is a part of
 XLA = ("torch_xla==2.9.0",)  # which fits the torch of constraints-oldest.txt alone
-ON_XLA_TESTED = ("pytest>=8.3", "pytest-timeout>=2.3", "numpy>=1.26")  # others of the group `test` need a newer torch
+ON_XLA_TESTED = ("pytest>=8.3", "pytest-timeout>=2.3", "hypothesis>=6", "numpy>=1.26")  # others need a newer torch
 EXAMPLES = ("-r", "examples/requirements.txt")
 BY_FEATURE = ("-r", "examples/by_feature/requirements.txt")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
