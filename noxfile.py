@@ -72,7 +72,12 @@ SERVICES = (
 )
 SIDE_BY_SIDE = ("--numprocesses", "2", "--dist", "loadfile", "--no-loadscope-reorder")
 """Two processes take one file after the other, in the order that tests/conftest.py gives them: tests of a file share launches."""
-TESTED_WITH = {"core": ("diagnostics",), "data": ("diagnostics",), "compat": ("deepspeed-plugin",)}
+TESTED_WITH = {
+    "core": ("diagnostics",),
+    "data": ("diagnostics",),
+    "compat": ("deepspeed-plugin",),
+    "megatron-plugin": ("deepspeed-plugin", "fsdp-plugin"),
+}
 """Packages that the tests of another one need beside its own; accel-testing brings accel-checkpoint."""
 VERIFIED = ROOT / ".ci" / "verified.json"
 VERIFIED_BY_FULL = {

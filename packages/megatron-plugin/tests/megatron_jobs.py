@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 
 import megatron_cpu
@@ -141,7 +142,10 @@ class Run:
 
     def __init__(self, mesh=None, lr=1e-2, mixed_precision=None, **model_options):
         megatron_cpu.use_cpu()
-        strategy = mesh if isinstance(mesh, str) else Megatron(**(mesh or {}))
+        if isinstance(mesh, str):
+            strategy = zero(int(mesh[-1])) if mesh.startswith("zero") else mesh
+        else:
+            strategy = Megatron(**(mesh or {}))
         self.accelerator = Accelerator(strategy=strategy, cpu=True, mixed_precision=mixed_precision)
         if isinstance(mesh, str):
             alone(self.accelerator)
@@ -179,6 +183,14 @@ class Run:
             for name, terms in state.items()
             for term in terms
         }
+
+
+def zero(stage):
+    """DeepSpeed, which has to be told that this process computes on its CPU."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    from accel_deepspeed import DeepSpeed
+
+    return DeepSpeed(zero_stage=stage)
 
 
 def alone(accelerator):

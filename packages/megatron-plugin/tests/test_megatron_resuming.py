@@ -10,8 +10,31 @@ from megatron_jobs import MESHES, reference, resume, save
 from accel_testing import run_ranks
 
 HALF = 3
-EVERY_RUN = {("tp2", "pp2"), ("pp2", "single"), ("single", "tp2+sp"), ("tp2", "ddp"), ("fsdp", "pp2"), ("pp2", "fsdp")}
-PLACES = ("single", "tp2", "pp2", "dp2+do", "tp2pp2", "dp2tp2+do", "tp2pp2+sp", "fsdp", "ddp", "alone")
+EVERY_RUN = {
+    ("tp2", "pp2"),
+    ("pp2", "single"),
+    ("single", "tp2+sp"),
+    ("tp2", "ddp"),
+    ("fsdp", "pp2"),
+    ("pp2", "fsdp"),
+    ("zero2", "pp2"),
+    ("tp2", "zero3"),
+}
+PLACES = (
+    "single",
+    "tp2",
+    "pp2",
+    "dp2+do",
+    "tp2pp2",
+    "dp2tp2+do",
+    "tp2pp2+sp",
+    "fsdp",
+    "ddp",
+    "alone",
+    "zero1",
+    "zero2",
+    "zero3",
+)
 PAIRS = [(first, second) for first in PLACES for second in PLACES if {first, second} & {*MESHES}]
 
 
@@ -27,7 +50,7 @@ def saved(first, folder):
 
 
 def world_of(place):
-    return {"fsdp": 2, "ddp": 2}.get(place) or MESHES.get(place, (1, {}))[0]
+    return dict.fromkeys(("fsdp", "ddp", "zero1", "zero2", "zero3"), 2).get(place) or MESHES.get(place, (1, {}))[0]
 
 
 @pytest.fixture(scope="module")
