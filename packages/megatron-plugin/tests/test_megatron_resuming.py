@@ -5,7 +5,8 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
-from megatron_jobs import MESHES, reference, resume, save
+import torch
+from megatron_jobs import MESHES, Run, reference, resume, save
 
 from accel_testing import run_ranks
 
@@ -68,3 +69,28 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_ended(first, second, folder):
         assert own == pytest.approx(losses[:HALF], rel=1e-5)
     for own in run_ranks(resume, world_of(second), second, HALF, f"{folder}/{first}"):
         assert own == pytest.approx(losses[HALF:], rel=1e-5)
+
+
+def dropping(mesh, first, steps, folder=None, loads=False):
+    """Losses of steps under dropout, whose masks come from the streams of each tensor-parallel rank."""
+    torch.manual_seed(100 if loads else 7)  # what a run that is resumed began with is of no account
+    run = Run(MESHES[mesh][1], dropout=0.3)
+    if loads:
+        run.accelerator.load_state(folder)
+    losses = []
+    for step in range(first, first + steps):
+        losses.append(run.window(step).item())
+        run.step()
+    if folder is not None and not loads:
+        run.accelerator.save_state(folder)
+    return losses
+
+
+@pytest.mark.parametrize("mesh", ["tp2", "tp2+sp", "pp2", "dp2+do"])
+def test_dropout_goes_on_with_the_same_masks_in_the_same_arrangement(mesh, tmp_path):
+    whole = run_ranks(dropping, 2, mesh, 0, 2 * HALF)
+    began = run_ranks(dropping, 2, mesh, 0, HALF, str(tmp_path / "saved"))
+    went_on = run_ranks(dropping, 2, mesh, HALF, HALF, str(tmp_path / "saved"), True)
+    for first, second, all_steps in zip(began, went_on, whole, strict=True):
+        assert first == all_steps[:HALF]
+        assert second == pytest.approx(all_steps[HALF:], rel=1e-6)  # another mask is another loss in the second digit

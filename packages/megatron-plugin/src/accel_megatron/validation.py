@@ -40,6 +40,11 @@ def _check_model(chunk: nn.Module, sizes: Sizes, options: Options) -> None:
             f"{', '.join(f'{name}={wanted[name]!r}' for name in (each.partition('=')[0] for each in other))}. Build the model in "
             f"accelerator.build_model(factory), and give its config what factory(parallel) is given: TransformerConfig(..., **parallel)."
         )
+    if sizes.pipeline > 1 and hasattr(chunk, "add_decoder"):
+        raise ValueError(
+            f"{type(chunk).__name__} was built under pipeline_parallel={sizes.pipeline}, but Megatron-core's schedules run no stages of an "
+            f"encoder beside a decoder. Use tensor_parallel or data parallelism for it."
+        )
     if config.calculate_per_token_loss:
         raise ValueError(
             "TransformerConfig(calculate_per_token_loss=True) was given, but accelerator.forward_backward weighs tokens over all ranks by "
