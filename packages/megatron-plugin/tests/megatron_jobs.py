@@ -141,7 +141,7 @@ class Run:
 
     def __init__(self, mesh=None, lr=1e-2, mixed_precision=None, **model_options):
         megatron_cpu.use_cpu()
-        strategy = mesh if isinstance(mesh, str) else Megatron(**(mesh or {}))
+        strategy = by_name(mesh) if isinstance(mesh, str) else Megatron(**(mesh or {}))
         self.accelerator = Accelerator(strategy=strategy, cpu=True, mixed_precision=mixed_precision)
         if isinstance(mesh, str):
             alone(self.accelerator)
@@ -179,6 +179,15 @@ class Run:
             for name, terms in state.items()
             for term in terms
         }
+
+
+def by_name(strategy):
+    """A strategy of others: its name, or a stage of ZeRO."""
+    if not strategy.startswith("zero"):
+        return strategy
+    from accel_deepspeed import DeepSpeed
+
+    return DeepSpeed(zero_stage=int(strategy[-1]))
 
 
 def alone(accelerator):
