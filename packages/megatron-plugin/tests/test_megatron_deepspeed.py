@@ -35,7 +35,8 @@ def expected():
 
 
 @pytest.mark.parametrize(
-    ("first", "second"), [pair if pair in EVERY_RUN else pytest.param(*pair, marks=pytest.mark.full) for pair in PAIRS]
+    ("first", "second"),
+    [pair if pair in EVERY_RUN else pytest.param(*pair, marks=pytest.mark.full(group="megatron")) for pair in PAIRS],
 )
 def test_a_run_goes_on_between_zero_and_megatron(first, second, expected, tmp_path):
     folder = str(tmp_path / "checkpoint")

@@ -37,7 +37,7 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [pair if pair in EVERY_RUN else pytest.param(*pair, marks=pytest.mark.full) for pair in PAIRS],
+    [pair if pair in EVERY_RUN else pytest.param(*pair, marks=pytest.mark.full(group="megatron")) for pair in PAIRS],
 )
 def test_a_resumed_run_goes_on_as_if_it_had_not_ended(first, second, folder):
     losses = expected()

@@ -32,6 +32,11 @@ def _check_model(chunk: nn.Module, sizes: Sizes, options: Options) -> None:
             f"{type(chunk).__name__} was prepared under Megatron with {sizes.describe()}, but it is none of Megatron-core's models, whose "
             f"layers can be shared out. Build one, a GPTModel say, in accelerator.build_model(factory); or use FSDP(tensor_parallel=n)."
         )
+    if sizes.pipeline > 1 and getattr(chunk, "xattn_needed", False):
+        raise ValueError(
+            f"{type(chunk).__name__} has an encoder and a decoder, and stages of Megatron-core send each other one tensor: the decoder of a "
+            f"later stage would not see what the encoder found. Leave pipeline_parallel out, and give tensor_parallel more."
+        )
     wanted = {**sizes.settings(), "sequence_parallel": options.sequence_parallel}
     other = [f"{name}={getattr(config, name)!r}" for name, value in wanted.items() if getattr(config, name) != value]
     if other:
