@@ -87,6 +87,7 @@ VERIFIED_BY_FULL = {
         "packages/core/src/accel_core/contract/hook_specs.py",
     ),
     "benchmarks": ("benchmarks",),
+    "megatron": ("packages/megatron-plugin/src", "packages/megatron-plugin/tests"),
     "examples": ("examples/by_feature", "examples/slurm", "tests/test_examples_*.py"),
     "services": ("packages/trackers/src", "packages/trackers/tests/*.py", "packages/trackers/pyproject.toml"),
 }
@@ -128,7 +129,7 @@ def full(session: nox.Session) -> None:
     with checked(session), phase("tests"):
         session.run("pytest", *SIDE_BY_SIDE, "-m", "not soak", *session.posargs, env=required(["tensorboard"]))
     if not session.posargs:
-        record_verified("suites", "benchmarks", "examples")
+        record_verified("suites", "benchmarks", "megatron", "examples")
     for name in ("services", "hello", "quickstart", *(f"matrix(package={name!r})" for name in TRAINING)):
         session.notify(name, posargs=())
 

@@ -16,7 +16,7 @@ from run import ROWS
 from table import OURS, PEERS, Measure, markdown, quartiles
 
 TOPICS: Mapping[str, tuple[str, ...]] = {
-    "Overhead of a step": ("P2 ", "P3 ", "P4 ", "P11 ", "P13 ", "P13c "),
+    "Overhead of a step": ("P2 ", "P3 ", "P4 ", "P11 ", "P13 ", "P13c ", "M1 ", "M1t "),
     "Saving": ("P8 save", "P9 "),
     "Loading": ("P8 load", "B1 load"),
     "Resuming": ("P10 ",),

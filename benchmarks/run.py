@@ -117,8 +117,12 @@ ROWS = {
         Measure("P13c ZeRO stage 3 on 2 ranks, on the wall", "wall", None, "/"),
     ],
     "M1": [
-        Measure("M1 Megatron-core on 2 ranks, CPU of the main thread", "cpu", 1.03, "/"),
-        Measure("M1 Megatron-core on 2 ranks, on the wall", "wall", None, "/"),
+        Measure("M1 Megatron, CPU of the main thread", "cpu", 1.03, "/"),
+        Measure("M1 Megatron, on the wall", "wall", None, "/"),
+    ],
+    "M1t": [
+        Measure("M1t Megatron, tensor parallel on 2 ranks, CPU of the main thread", "cpu", 1.03, "/"),
+        Measure("M1t Megatron, tensor parallel on 2 ranks, on the wall", "wall", None, "/"),
     ],
     "H1": [
         Measure("H1 World of 1024 ranks", "world", None, "", unit="ms", scale=1e3),
@@ -178,8 +182,8 @@ def rounds_of(row: str, libraries: list[str], options: argparse.Namespace) -> li
         return measure("many_ranks.py", ["plain", "eight", "accel"], world=1, **common)
     if row in {"P13", "P13c"}:
         return measure("zero.py", ["plain", *libraries], world=2, size=1 if row == "P13" else 3, **common)
-    if row == "M1":
-        return measure("megatron_steps.py", ["plain", "accel"], world=2, **common)
+    if row in {"M1", "M1t"}:
+        return measure("windows.py", ["plain", *libraries], world=1 if row == "M1" else 2, **common)
     if row == "P6":
         return measure("reading.py", loops, world=1, **common)
     if row == "P6d":

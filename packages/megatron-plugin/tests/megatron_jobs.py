@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import zlib
 
 import megatron_cpu
@@ -142,10 +141,7 @@ class Run:
 
     def __init__(self, mesh=None, lr=1e-2, mixed_precision=None, **model_options):
         megatron_cpu.use_cpu()
-        if isinstance(mesh, str):
-            strategy = zero(int(mesh[-1])) if mesh.startswith("zero") else mesh
-        else:
-            strategy = Megatron(**(mesh or {}))
+        strategy = by_name(mesh) if isinstance(mesh, str) else Megatron(**(mesh or {}))
         self.accelerator = Accelerator(strategy=strategy, cpu=True, mixed_precision=mixed_precision)
         if isinstance(mesh, str):
             alone(self.accelerator)
@@ -185,12 +181,13 @@ class Run:
         }
 
 
-def zero(stage):
-    """DeepSpeed, which has to be told that this process computes on its CPU."""
-    os.environ["DS_ACCELERATOR"] = "cpu"
+def by_name(strategy):
+    """A strategy of others: its name, or a stage of ZeRO."""
+    if not strategy.startswith("zero"):
+        return strategy
     from accel_deepspeed import DeepSpeed
 
-    return DeepSpeed(zero_stage=stage)
+    return DeepSpeed(zero_stage=int(strategy[-1]))
 
 
 def alone(accelerator):

@@ -82,7 +82,7 @@ def convert_with_norms_inside(tasks):
     return convert(tasks, layer_spec=layer)
 
 
-@pytest.mark.full("megatron")
+@pytest.mark.full(group="megatron")
 def test_parameters_may_have_the_names_of_layers_with_norms_inside(folders, expected, tmp_path):
     check(folders, expected, tmp_path, [("llama", Sizes())], 1, convert_with_norms_inside)
 
@@ -119,7 +119,7 @@ def test_tensor_parallel_ranks_in_a_pipeline_compute_the_same(folders, expected,
     check(folders, expected, tmp_path, cases, 4)
 
 
-@pytest.mark.full("megatron")
+@pytest.mark.full(group="megatron")
 def test_every_family_computes_the_same_in_every_mesh_of_four_ranks(folders, expected, tmp_path):
     cases = [(name, Sizes(tensor=2, pipeline=2)) for name in ("llama", "qwen2", "qwen3")]
     cases += [(name, Sizes(pipeline=4)) for name in ("llama_tied", "gpt2")]
@@ -127,13 +127,13 @@ def test_every_family_computes_the_same_in_every_mesh_of_four_ranks(folders, exp
     check(folders, expected, tmp_path, cases, 4)
 
 
-@pytest.mark.full("megatron")
+@pytest.mark.full(group="megatron")
 def test_more_tensor_parallel_ranks_than_query_groups_share_keys_and_values(folders, expected, tmp_path):
     cases = [(name, Sizes(tensor=4)) for name in FAMILIES]
     check(folders, expected, tmp_path, cases, 4)
 
 
-@pytest.mark.full("megatron")
+@pytest.mark.full(group="megatron")
 def test_chunks_of_a_virtual_pipeline_are_read_and_written(folders, expected, tmp_path):
     cases = [(name, Sizes(pipeline=2, virtual=2)) for name in ("llama_tied", "gpt2", "mixtral")]
     check(folders, expected, tmp_path, cases, 2)

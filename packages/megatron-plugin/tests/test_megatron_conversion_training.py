@@ -81,7 +81,7 @@ def test_a_step_in_two_processes_is_that_of_transformers(tmp_path):
     check(tmp_path, 2, [("llama", TENSOR), ("gpt2", PIPELINE)])
 
 
-@pytest.mark.full("megatron")
+@pytest.mark.full(group="megatron")
 def test_a_step_in_four_processes_is_that_of_transformers(tmp_path):
     both = TENSOR | PIPELINE
     check(

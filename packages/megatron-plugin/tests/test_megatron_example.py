@@ -34,7 +34,7 @@ def train(*words):
     return runpy.run_path(str(SCRIPT))["main"]([*SMALL, *words])
 
 
-@pytest.mark.full
+@pytest.mark.full(group="megatron")
 def test_it_trains_and_goes_on_in_another_arrangement(tmp_path):
     folder = str(tmp_path / "run")
     [alone] = run_ranks(train, 1)

@@ -22,7 +22,10 @@ def expected(gated):
 
 @pytest.mark.parametrize(
     "mesh",
-    [mesh if mesh in EVERY_RUN else pytest.param(mesh, marks=pytest.mark.full) for mesh in ("single", *MESHES)],
+    [
+        mesh if mesh in EVERY_RUN else pytest.param(mesh, marks=pytest.mark.full(group="megatron"))
+        for mesh in ("single", *MESHES)
+    ],
 )
 def test_gradients_and_losses_are_those_of_one_process(mesh):
     world, sizes = MESHES.get(mesh, (1, {}))

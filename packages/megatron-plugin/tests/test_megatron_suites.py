@@ -35,14 +35,14 @@ class TestInTwoProcesses(StrategySuite):
     timeout = 300.0
 
 
-@pytest.mark.full
+@pytest.mark.full(group="megatron")
 class TestInOneProcessAndInFour(StrategySuite):
     strategy = plain
     worlds = (1, 4)
     timeout = 300.0
 
 
-@pytest.mark.full
+@pytest.mark.full(group="megatron")
 class TestOverlapping(StrategySuite):
     strategy = overlapping
     worlds = (1, 2, 4)
@@ -55,14 +55,14 @@ class TestOverlapping(StrategySuite):
     }
 
 
-@pytest.mark.full
+@pytest.mark.full(group="megatron")
 class TestCheckpoints(CheckpointSuite):
     strategy = plain
     worlds = (1, 2, 4)
     timeout = 300.0
 
 
-@pytest.mark.full
+@pytest.mark.full(group="megatron")
 class TestDistributedCheckpoints(CheckpointSuite):
     strategy = distributed
     worlds = (1, 2, 4)

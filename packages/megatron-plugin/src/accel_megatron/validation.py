@@ -32,6 +32,11 @@ def _check_model(chunk: nn.Module, sizes: Sizes, options: Options) -> None:
             f"{type(chunk).__name__} was prepared under Megatron with {sizes.describe()}, but it is none of Megatron-core's models, whose "
             f"layers can be shared out. Build one, a GPTModel say, in accelerator.build_model(factory); or use FSDP(tensor_parallel=n)."
         )
+    if sizes.pipeline > 1 and getattr(chunk, "xattn_needed", False):
+        raise ValueError(
+            f"{type(chunk).__name__} has an encoder and a decoder, and stages of Megatron-core send each other one tensor: the decoder of a "
+            f"later stage would not see what the encoder found. Leave pipeline_parallel out, and give tensor_parallel more."
+        )
     wanted = {**sizes.settings(), "sequence_parallel": options.sequence_parallel}
     other = [f"{name}={getattr(config, name)!r}" for name, value in wanted.items() if getattr(config, name) != value]
     if other:
@@ -39,11 +44,6 @@ def _check_model(chunk: nn.Module, sizes: Sizes, options: Options) -> None:
             f"The TransformerConfig of {type(chunk).__name__} says {', '.join(other)}, and the strategy "
             f"{', '.join(f'{name}={wanted[name]!r}' for name in (each.partition('=')[0] for each in other))}. Build the model in "
             f"accelerator.build_model(factory), and give its config what factory(parallel) is given: TransformerConfig(..., **parallel)."
-        )
-    if sizes.pipeline > 1 and hasattr(chunk, "add_decoder"):
-        raise ValueError(
-            f"{type(chunk).__name__} was built under pipeline_parallel={sizes.pipeline}, but Megatron-core's schedules run no stages of an "
-            f"encoder beside a decoder. Use tensor_parallel or data parallelism for it."
         )
     if config.calculate_per_token_loss:
         raise ValueError(
