@@ -244,6 +244,36 @@ def test_processes_are_as_many_as_accelerators_and_never_more(monkeypatch: pytes
     assert planned(cpu=False, num_processes=3).here == 3
 
 
+def test_a_task_that_leaves_accelerators_idle_is_told_what_to_type(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(planning, "find_accelerators", lambda: FOUR)
+
+    def said(rank: int = 0, each: int = 1, cpu: bool = False, **options: Any) -> str:
+        environ = {
+            "SLURM_JOB_ID": "1",
+            "SLURM_STEP_ID": "0",
+            "SLURM_STEP_NUM_TASKS": str(2 * each),
+            "SLURM_STEP_TASKS_PER_NODE": f"{each}(x2)",
+            "SLURM_STEP_NODELIST": "127.0.0.1,127.0.0.2",
+            "SLURM_PROCID": str(rank),
+            "SLURM_NODEID": str(rank // each),
+            "SLURM_LOCALID": str(rank % each),
+        }
+        assert planned(cpu, environ, **options).way == "join"
+        return capsys.readouterr().err
+
+    assert (
+        "one task on this machine, which uses one of its 4 accelerators. To use all, add --num-processes 8;" in said()
+    )
+    assert said(rank=1) == "", "the first says it for all"
+    assert said(each=2) == ""
+    assert said(cpu=True) == ""
+    assert said(device_ids=[0]) == ""
+    monkeypatch.setattr(planning, "find_accelerators", lambda: Accelerators("cuda", 1))
+    assert said() == "", "the scheduler gives each task its own"
+
+
 def test_cores_are_shared_unless_somebody_has_said_how() -> None:
     cores = usable_cores()
     assert threads_of_each(2, None, {}) == max(1, cores // 2)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from accel_core.api.launcher import Place, read_place
 from accel_launch.errors import LaunchError
+from accel_launch.output import warn
 from accel_launch.starting import meeting_point
 from accel_launch.starting.checks import check_output, check_values, describe_output, given
 from accel_launch.starting.devices import (
@@ -128,6 +129,8 @@ def _joined(launch: LaunchOptions, cpu: bool, environ: Mapping[str, str], place:
             f"{place.address}:{place.port}. Leave main_process_ip and main_process_port out."
         )
     found = None
+    if place.local_size == 1 and place.source != "torchrun" and not cpu and launch.device_ids is None:
+        _warn_of_idle(place, find_accelerators().count)
     if launch.device_ids is not None:
         found = _found(launch)
         variables |= confined(launch.device_ids, found, environ)
@@ -138,6 +141,15 @@ def _joined(launch: LaunchOptions, cpu: bool, environ: Mapping[str, str], place:
     return Plan(
         replace(launch, num_machines=nodes), "join", place, place.size, place.local_size, rank, None, variables, found
     )
+
+
+def _warn_of_idle(place: Place, count: int) -> None:
+    """One task on a machine with several accelerators trains on one of them: that is seldom meant."""
+    if count > 1 and place.rank == 0:
+        warn(
+            f"accel launch: {place.source} has started one task on this machine, which uses one of its {count} accelerators. To use all, add "
+            f"--num-processes {count * place.size}; to use one on purpose, have {place.source} give each task one, or set --device-ids 0."
+        )
 
 
 def _as_machine(launch: LaunchOptions, place: Place) -> LaunchOptions:
