@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import megatron_cpu
 import torch
@@ -120,11 +121,19 @@ def _convert(folder: Path, target: Path, sizes: Sizes, settings: dict[str, objec
     from accel_megatron import from_transformers, to_transformers
 
     stages = [None] if sizes.virtual is None else range(sizes.virtual)
+
+    def built(source: Path) -> list[Any]:
+        read_later: list[Callable[[], None]] = []
+        made = [from_transformers(source, vp_stage=stage, read_later=read_later, **settings) for stage in stages]
+        for read in read_later:
+            read()
+        return made
+
     with counted() as bytes_read:
-        chunks = [from_transformers(folder, vp_stage=stage, **settings).eval() for stage in stages]
+        chunks = [chunk.eval() for chunk in built(folder)]
     logits, losses = (None, None) if sizes.virtual else _computed(chunks[0])
     to_transformers(chunks, target, max_shard_size="20KB")
-    again = [from_transformers(target, vp_stage=stage, **settings) for stage in stages]
+    again = built(target)
     pairs = [pair for old, new in zip(chunks, again, strict=True) for pair in _pairs(old, new)]
     same = all(torch.equal(old, new) for old, new in pairs)
     held = sum(old.nbytes for old, _ in pairs)

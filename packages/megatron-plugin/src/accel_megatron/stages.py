@@ -103,19 +103,25 @@ def build_chunks(
     """Calls the factory for each stage of this rank.
 
     It is given those of `parallel` (arguments for its `TransformerConfig`), `pre_process`,
-    `post_process` and `vp_stage` that it takes.
+    `post_process` and `vp_stage` that it takes; and, if it names it, `read_later`, a list: functions
+    that it adds are called when all stages are built.
     """
     count, last = virtual or 1, (virtual or 1) - 1
-    return [
+    read_later: list[Callable[[], None]] = []
+    chunks = [
         _call(
             factory,
             parallel=dict(settings),
             pre_process=rank == 0 and number == 0,
             post_process=rank == stages - 1 and number == last,
             vp_stage=None if virtual is None else number,
+            **({"read_later": read_later} if "read_later" in inspect.signature(factory).parameters else {}),
         )
         for number in range(count)
     ]
+    for read in read_later:
+        read()
+    return chunks
 
 
 def _call(factory: Callable[..., nn.Module], **offered: Any) -> nn.Module:

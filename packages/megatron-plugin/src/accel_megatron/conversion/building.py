@@ -35,6 +35,7 @@ def from_transformers(
     pre_process: bool | None = None,
     post_process: bool | None = None,
     vp_stage: int | None = None,
+    read_later: list[Callable[[], None]] | None = None,
     **settings: Any,
 ) -> Any:
     """Builds the Megatron-core model of a model of transformers: this rank's part. A collective.
@@ -53,6 +54,10 @@ def from_transformers(
         layer_spec: the modules of a layer; None: those of Megatron-core itself.
         parallel, pre_process, post_process, vp_stage: what `build_model` gives a factory. Without
             them sizes and the stage are those of Megatron-core's process groups.
+        read_later: a list to which reading the weights is added, a collective of all ranks, instead of
+            doing it: where a rank has several stages, it is due when all of them are built, because
+            Megatron-core has stages with tied embeddings wait for each other while they are built.
+            `build_model` gives one.
         settings: fields of `TransformerConfig` and arguments of `GPTModel`, beside those that the
             configuration gives: `bf16=True, params_dtype=torch.bfloat16`.
 
@@ -74,9 +79,12 @@ def from_transformers(
         )
     world = World.current()
     folder = Path(config_or_folder) if isinstance(config_or_folder, (str, os.PathLike)) else None
-    config = (
-        config_or_folder if folder is None else on_each_rank(world, "for a configuration", lambda: _read_config(folder))
-    )
+    if folder is None:
+        config = config_or_folder
+    elif vp_stage:  # the first has read it
+        config = _read_config(folder)
+    else:
+        config = on_each_rank(world, "for a configuration", lambda: _read_config(folder))
     family = find_family(config.model_type)
     meant = settings_of(family, config.to_dict(), ignore) | {**(parallel or {}), **settings}
     if folder is not None:
@@ -88,11 +96,19 @@ def from_transformers(
     if model.post_process and model.vocab_size > vocabulary:
         kept = max(vocabulary - place.tensor.rank * (model.vocab_size // place.tensor.size), 0)
         model.output_layer.register_forward_hook(partial(_hide_padding, here=kept, whole=vocabulary))
-    if folder is not None:
+    if folder is None:
+        return model
+
+    def read() -> None:
         state = shared_state(family, [model], place, sizes_of(model, vocabulary), world, meant[TIED])
         names = all_names(family, meant["num_layers"], meant.get("num_moe_experts") or 0)
         load = partial(load_weights, state, folder, "this model", _renaming(family, state.keys(), names))
         on_each_rank(world, "for weights", load)
+
+    if read_later is None:
+        read()
+    else:
+        read_later.append(read)
     return model
 
 
