@@ -78,7 +78,7 @@ def check(tmp_path, world_size, cases):
 
 
 def test_a_step_in_two_processes_is_that_of_transformers(tmp_path):
-    check(tmp_path, 2, [("llama", TENSOR), ("gpt2", PIPELINE)])
+    check(tmp_path, 2, [("llama", TENSOR), ("gpt2", PIPELINE), ("llama_tied", PIPELINE | {"virtual_pipeline": 2})])
 
 
 @pytest.mark.full(group="megatron")
