@@ -36,16 +36,19 @@ class Dispatch(Strategy):
     backward into weights that are offloaded raises. Models that are dispatched already stay so.
 
     Args:
-        device_map: "auto", "balanced", "balanced_low_0" or "sequential", or a map.
-        max_memory: limits by place: accelerators by index, "cpu". None: what is free.
-        offload_folder: where weights on "disk" are written. None: they stay in the files that the
-            model is built from.
-        no_split_module_classes: names of classes that go to one place as a whole. None: what the
-            model itself names, as those of transformers do.
-        dtype: of floating weights that `build_model` reads. None: that of the model.
+        device_map: how layers are placed: "auto" and "balanced" divide them evenly among
+            accelerators, "balanced_low_0" leaves room on the first, "sequential" fills one after
+            the other; or a map from the names of modules to places.
+        max_memory: the most memory to use in each place: accelerators by number, and "cpu". None:
+            all that is free.
+        offload_folder: the folder for weights that are placed on "disk". None: they stay in the
+            files that the model is built from.
+        no_split_module_classes: names of classes whose modules go to one place as a whole. None:
+            those that the model itself names, as models of transformers do.
+        dtype: the dtype in which weights are read. None: the model's.
         offload_buffers: whether buffers are offloaded, too.
-        preload_module_classes: names of classes whose weights are brought together.
-        force_hooks: attaches hooks although everything is in one place.
+        preload_module_classes: names of classes whose modules bring all their weights at once.
+        force_hooks: whether hooks are attached although everything is in one place.
     """
 
     distributed_type = Single.distributed_type

@@ -52,19 +52,18 @@ class Megatron(Strategy):
     parallelism any module is trained, data-parallel.
 
     Args:
-        tensor_parallel: how many processes share each layer.
-        pipeline_parallel: how many processes share the layers; with more than one,
-            `accelerator.forward_backward` is the only way to train.
-        virtual_pipeline: into how many stages each process's layers are divided; None: one.
-            Interleaved stages wait less, and send more.
-        sequence_parallel: whether activations between layers are cut along the sequence, among
-            those that share layers.
-        expert_parallel: how many processes share the experts of a layer.
-        distributed_optimizer: whether the state of the optimizer, Adam or AdamW, is shared out
-            among the data-parallel processes.
+        tensor_parallel: the number of processes that compute each layer together.
+        pipeline_parallel: the number of processes that the layers are divided among. With more
+            than one, the script has to train by `accelerator.forward_backward`.
+        virtual_pipeline: the number of stages in each process. None: one. More stages wait less
+            for each other, and send more.
+        sequence_parallel: whether the processes that compute a layer together divide activations
+            between layers along the sequence, which saves memory.
+        expert_parallel: the number of processes that the experts of a layer are divided among.
+        distributed_optimizer: whether data-parallel processes divide the state of the optimizer,
+            Adam or AdamW, which saves memory.
         overlap_grad_reduce: whether gradients travel while others are computed.
-        overlap_param_gather: whether parameters that the distributed optimizer has stepped travel
-            while the next forward computes.
+        overlap_param_gather: whether updated parameters travel while the next forward computes.
 
     Raises:
         ValueError: for options out of range, or that contradict each other.

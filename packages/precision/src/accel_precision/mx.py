@@ -43,18 +43,17 @@ class MXFP8(Precision):
     says so. The products on Blackwell were never run here.
 
     Args:
-        emulate: True: products are computed in high precision from values that were rounded, on any
-            hardware, slowly. False: by the hardware. None: emulated on a CPU, and by the hardware
-            on an accelerator, which has to be capable of it.
+        emulate: whether products are computed in high precision from values that were rounded, on
+            any hardware, slowly. None: on a CPU alone; an accelerator has to be capable of it.
         high_precision_weight_gradient: whether gradients of weights are computed in bf16.
-        skip: patterns of names, with `*` and `?`, of layers that stay as they are; the name of a
-            module stands for all in it.
+        skip: names of layers that stay as they are, with `*` and `?` as wildcards; the name of a
+            module stands for all layers in it.
         convert_ends: whether the first and the last linear layer are converted too.
         module_filter_func: called with each linear layer and its name, says whether it is
             converted.
-        output_dtype: of floating tensors that a model returns; None leaves them in bf16 and costs
+        output_dtype: the dtype of what a model returns. None leaves it in bf16, which costs
             nothing.
-        reduce_dtype: in which gradients travel between ranks; None: in their own.
+        reduce_dtype: the dtype in which gradients travel between processes. None: their own.
 
     Raises:
         NotInstalledError: if torchao is not installed.

@@ -53,20 +53,25 @@ class FP8(Precision):
     float32 on small models, gradients differ by 7 to 15 percent.
 
     Args:
-        recipe: how scales are chosen, see `AORecipeKwargs`; or the options of a back end as one
-            object, which is complete: the other arguments about layers and products are an error
-            beside it. None: "tensorwise", or the default of the back end.
-        backend: None: that of `recipe`, else torchao, else Transformer Engine, whichever is
-            installed.
-        emulate: see `AORecipeKwargs`; for this and the four that follow, None is "not given".
-        enable_fsdp_float8_all_gather: see `AORecipeKwargs`. Under a strategy that holds parameters
-            whole it is an error.
-        skip: see `LayerOptions`.
-        convert_ends: see `LayerOptions`.
-        module_filter_func: see `LayerOptions`.
-        output_dtype: of floating tensors that a model returns; None leaves them in bf16 and costs
+        recipe: how numbers are scaled into the range of fp8: with one factor per tensor (fastest),
+            per row, or per row with gradients of weights in high precision (most exact). Or an
+            object with all options of a back end; other options about layers and products are an
+            error beside it. None: "tensorwise", or the default of the back end.
+        backend: the library that computes in fp8. None: the one that `recipe` is for, else torchao,
+            else Transformer Engine, whichever is installed.
+        emulate: whether products are computed in float32 from values that were rounded to fp8, on
+            any hardware, slowly. None: on a CPU alone.
+        enable_fsdp_float8_all_gather: whether weights travel in fp8 under a strategy that shards
+            them, which halves what travels. With the recipe "tensorwise" only; an error under
+            other strategies.
+        skip: names of layers that stay as they are, with `*` and `?` as wildcards; the name of a
+            module stands for all layers in it.
+        convert_ends: whether the first and the last linear layer are converted too. They are the
+            most sensitive ones.
+        module_filter_func: a function that decides for each linear layer, see `LayerOptions`.
+        output_dtype: the dtype of what a model returns. None leaves it in bf16, which costs
             nothing.
-        reduce_dtype: in which gradients travel between ranks; None: in their own.
+        reduce_dtype: the dtype in which gradients travel between processes. None: their own.
 
     Raises:
         NotInstalledError: if the back end is not installed.
