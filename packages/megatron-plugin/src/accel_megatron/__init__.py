@@ -1,4 +1,4 @@
-"""Megatron-core under accel-core: tensor, sequence, pipeline, context and expert parallelism.
+"""Megatron-core under accel-core: tensor, sequence, pipeline and expert parallelism.
 
 Accelerator(strategy=Megatron(tensor_parallel=2, pipeline_parallel=2))
 """
