@@ -402,7 +402,7 @@ def checked(session: nox.Session) -> Iterator[None]:
         try:
             yield
         finally:
-            if ended.exception() is not None:  # what mypy has found was printed hours of output ago
+            if ended.exception() is not None:  # what mypy has found stands far above
                 session.error("The types are wrong: nox -s types")
 
 

@@ -53,6 +53,24 @@ def report(rank: int, machine: int = 0, **told: Any) -> dict[str, Any]:
     return {**found, **told}
 
 
+APART = """
+import os
+from accel_launch.checking.doctor_job import _output_apart
+
+with _output_apart() as output:
+    os.write(1, b"what gloo says\\n")
+    print("and a library")
+    output.write("{}")
+print("afterwards")
+"""
+
+
+def test_json_has_standard_output_for_itself():
+    ended = subprocess.run([sys.executable, "-c", APART], capture_output=True, text=True, timeout=60, check=False)
+    assert ended.stdout == "{}afterwards\n", ended.stderr
+    assert ended.stderr == "what gloo says\nand a library\n"
+
+
 def test_two_processes_are_examined_for_real(tmp_path, monkeypatch):
     for name in ("XDG_CONFIG_HOME", "HF_HOME"):
         monkeypatch.setenv(name, str(tmp_path))

@@ -270,6 +270,7 @@ def test_a_task_that_leaves_accelerators_idle_is_told_what_to_type(
     assert said(each=2) == ""
     assert said(cpu=True) == ""
     assert said(device_ids=[0]) == ""
+    assert said(num_processes=2) == "", "who says how many means it"
     monkeypatch.setattr(planning, "find_accelerators", lambda: Accelerators("cuda", 1))
     assert said() == "", "the scheduler gives each task its own"
 

@@ -22,7 +22,6 @@ from accel_testing import run_ranks
         ({"pipeline_parallel": True}, "pipeline_parallel=True): expected how many"),
         ({"virtual_pipeline": 2}, "interleaved stages are at least two on each of at least two processes"),
         ({"sequence_parallel": True}, "and tensor_parallel is 1"),
-        ({"context_parallel": 2}, "by the attention of Transformer Engine alone"),
         ({"overlap_param_gather": True}, "needs distributed_optimizer=True and overlap_grad_reduce=True"),
     ],
 )

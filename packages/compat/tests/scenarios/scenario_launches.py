@@ -14,6 +14,8 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +24,7 @@ from scenario_report import MARK
 HERE = Path(__file__).parent
 FIXTURE = HERE / "peer_figures.json"
 VERSIONS = ("accelerate", "datasets", "deepspeed", "diffusers", "peft", "torch", "transformers", "trl")
+ATTEMPTS = 8
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 GRID = [f"{accumulation}/{precision}" for accumulation in ("plain", "window") for precision in ("fp32", "bf16")]
 
@@ -73,16 +76,26 @@ def interrupted(before: int, after: int, kind: str, folder: Path, *, python: str
     return launched(Launch(after, "trainer", (f"resumed/{kind}",)), folder, python=python)[f"resumed/{kind}"]
 
 
+def patiently(run: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+    """What a run in a folder of its own gives; again if it fails, for processes of the other distribution abort at exit now and then."""
+    for attempt in range(ATTEMPTS):
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                return run(Path(folder))
+            except AssertionError:
+                if attempt == ATTEMPTS - 1:
+                    raise
+    raise AssertionError("the last attempt returns or raises")
+
+
 def asked(python: str) -> dict[str, Any]:
     """World/scenario → figures, from one round of everything."""
     found: dict[str, Any] = {}
     for launch in PEER:
-        with tempfile.TemporaryDirectory() as folder:
-            figures = launched(launch, Path(folder), python=python)
+        figures = patiently(partial(launched, launch, python=python))
         found |= {f"{launch.world}/{name}": value for name, value in figures.items()}
     for before, after, kind in RESUMED:
-        with tempfile.TemporaryDirectory() as folder:
-            found[f"{before}-{after}/resumed/{kind}"] = interrupted(before, after, kind, Path(folder), python=python)
+        found[f"{before}-{after}/resumed/{kind}"] = patiently(partial(interrupted, before, after, kind, python=python))
     return found
 
 

@@ -64,7 +64,6 @@ class Megatron(Strategy):
             Adam or AdamW, which saves memory.
         overlap_grad_reduce: whether gradients travel while others are computed.
         overlap_param_gather: whether updated parameters travel while the next forward computes.
-        context_parallel: 1; anything else is refused, for want of an attention that can be tried.
 
     Raises:
         ValueError: for options out of range, or that contradict each other.
@@ -85,13 +84,7 @@ class Megatron(Strategy):
         distributed_optimizer: bool = False,
         overlap_grad_reduce: bool = False,
         overlap_param_gather: bool = False,
-        context_parallel: int = 1,
     ) -> None:
-        if context_parallel != 1:
-            raise ValueError(
-                f"Megatron(context_parallel={context_parallel!r}): Megatron-core divides a sequence by the attention of Transformer Engine alone, "
-                f"with which nothing here was run. Leave it out; sequence_parallel=True saves memory too, and so does FSDP(context_parallel=n)."
-            )
         for name, size in (
             ("tensor_parallel", tensor_parallel),
             ("pipeline_parallel", pipeline_parallel),

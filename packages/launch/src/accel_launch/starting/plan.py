@@ -129,26 +129,26 @@ def _joined(launch: LaunchOptions, cpu: bool, environ: Mapping[str, str], place:
             f"{place.address}:{place.port}. Leave main_process_ip and main_process_port out."
         )
     found = None
-    if place.local_size == 1 and place.source != "torchrun" and not cpu and launch.device_ids is None:
-        _warn_of_idle(place, find_accelerators().count)
     if launch.device_ids is not None:
         found = _found(launch)
         variables |= confined(launch.device_ids, found, environ)
     if launch.num_cpu_threads_per_process is not None:
         variables[THREADS] = str(launch.num_cpu_threads_per_process)
     variables |= {} if cpu else recording(launch.log_dir, environ)
+    if place.source != "torchrun" and not cpu and launch.num_processes is None and launch.device_ids is None:
+        _warn_of_idle(place)
     rank = place.rank // place.local_size
     return Plan(
         replace(launch, num_machines=nodes), "join", place, place.size, place.local_size, rank, None, variables, found
     )
 
 
-def _warn_of_idle(place: Place, count: int) -> None:
+def _warn_of_idle(place: Place) -> None:
     """One task on a machine with several accelerators trains on one of them: that is seldom meant."""
-    if count > 1 and place.rank == 0:
+    if place.rank == 0 and place.local_size == 1 and (count := find_accelerators().count) > 1:
         warn(
             f"accel launch: {place.source} has started one task on this machine, which uses one of its {count} accelerators. To use all, add "
-            f"--num-processes {count * place.size}; to use one on purpose, have {place.source} give each task one, or set --device-ids 0."
+            f"--num-processes {count * place.size}; if one is meant, add --num-processes {place.size}."
         )
 
 
