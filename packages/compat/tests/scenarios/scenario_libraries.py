@@ -5,6 +5,7 @@ python scenario_libraries.py OUT lora sft dpo
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -95,11 +96,12 @@ def dpo(folder: Path) -> dict[str, Any]:
             for start in range(24)
         ]
     )
-    tiny().save_pretrained(folder / "model")
-    tokenizer().save_pretrained(folder / "model")
+    model = folder / f"model-{os.environ.get('RANK', 0)}"  # of one's own: another rank would read what is half written
+    tiny().save_pretrained(model)
+    tokenizer().save_pretrained(model)
     given = DPOConfig(output_dir=str(folder), max_length=16, beta=0.5, **SHARED)
     trainer = DPOTrainer(
-        str(folder / "model"), args=given, train_dataset=rows, processing_class=tokenizer(), peft_config=adapters()
+        str(model), args=given, train_dataset=rows, processing_class=tokenizer(), peft_config=adapters()
     )
     quiet(trainer)
     trainer.train()
