@@ -221,14 +221,15 @@ def main() -> None:
     versions = {name: version for name in options.libraries if (version := installed(DISTRIBUTIONS[name]))}
     facts = machine() | versions
     print(", ".join(f"{name} {value}" for name, value in facts.items()), flush=True)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     found, cells = {}, []
     for row in options.rows:
         found[row] = rounds_of(row, list(versions), options)
         cells += [line.row(found[row]) for line in ROWS[row]]
+        # After each row: all of them take most of an hour, and the page can be written of those that are there.
+        options.out.write_text(json.dumps({"machine": facts, "table": cells, "rounds": found}), encoding="utf-8")
         print(f"{row} measured, load {os.getloadavg()[0]:.1f}", flush=True)
     print(markdown(cells))
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps({"machine": facts, "table": cells, "rounds": found}), encoding="utf-8")
     print(f"Every round stands in {options.out}.")
 
 

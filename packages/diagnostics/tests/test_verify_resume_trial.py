@@ -99,7 +99,7 @@ def test_equal_journals_are_exact(monkeypatch, tmp_path):
             "/elsewhere/checkpoint_0, which all runs share",
         ),
         (lambda _: [(0, [journal(0, 9)])], {"leaves": False}, "saved nothing in its 9 steps"),
-        (lambda path: [(0, [journal(0, 9, saved(path, 9))])], {}, "saved behind its last step alone, number 9"),
+        (lambda path: [(0, [journal(0, 9, saved(path, 9))])], {}, "saved after its last step only, number 9"),
         (lambda path: [whole(path)], {"kill": 11}, "killed in step 11, and the script ends after 10 steps"),
         (lambda path: [whole(path)], {"kill": 4}, "saves behind step 4 for the first time"),
         (lambda path: [whole(path), (0, [journal(0, 3)])], {}, "ended with exit status 0 before step 6"),

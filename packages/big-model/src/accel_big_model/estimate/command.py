@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 FINE, NO_ANSWER = 0, 2  # exit statuses
 
 _EPILOG = """The model is a folder with config.json or *.safetensors, a config.json of transformers, module:callable (a class or
-function of yours, which returns a model), or a name on the hub. Nothing is allocated. Peaks leave out the process itself, its
-libraries, and what kernels take inside of themselves."""
+function of yours, which returns a model), or a name on the hub. No memory is allocated for the model. Peaks do not include
+the process itself, its libraries, and temporary memory inside of kernels."""
 _HEADER = (
     "dtype",
     "strategy",
@@ -58,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
     page = argparse.ArgumentParser(prog="accel estimate-memory", description=main.__doc__, epilog=_EPILOG)
     add = page.add_argument
     add("model_name", metavar="MODEL", help="a folder, a config.json, module:callable, or a name on the hub")
-    add("--library_name", "--library-name", choices=("transformers",), help="which library knows the model")
+    add("--library_name", "--library-name", choices=("transformers",), help="library that defines the model")
     add(
         "--dtypes",
         "--dtype",
@@ -67,29 +67,29 @@ def parser() -> argparse.ArgumentParser:
         help=f"any of {', '.join(PRECISIONS)} (default: fp32 bf16)",
     )
     add("--strategy", "--strategies", nargs="+", default=["all"], help=f"any of {', '.join(STRATEGIES)} (default: all)")
-    add("--world", "--num-processes", type=int, default=8, metavar="N", help="how many processes train (default: 8)")
+    add("--world", "--num-processes", type=int, default=8, metavar="N", help="number of processes (default: 8)")
     add(
         "--tensor-parallel",
         type=int,
         default=2,
         metavar="N",
-        help="how many of them share a layer, for the strategy tensor (default: 2)",
+        help="how many of them split a layer, for the strategy tensor (default: 2)",
     )
     add("--optimizer", default="adamw", help=f"one of {', '.join(OPTIMIZERS)}, or module:Class (default: adamw)")
-    add("--batch", type=int, default=1, metavar="ROWS", help="rows of a batch on one rank (default: 1)")
-    add("--sequence", type=int, metavar="N", help="tokens of a row (default: 2048, or as many as the model takes)")
+    add("--batch", type=int, default=1, metavar="ROWS", help="number of rows in the batch of one process (default: 1)")
+    add("--sequence", type=int, metavar="N", help="tokens in a row (default: 2048, or the most that the model takes)")
     add("--input", metavar="SHAPE", help="shape of one row, such as 3x224x224; or module:function that returns a batch")
     add("--arguments", default="{}", metavar="JSON", help="arguments of module:callable, such as '{\"layers\": 4}'")
-    add("--memory", default="80GiB", help="of each device, in bytes or as text such as 40GiB (default: 80GiB)")
+    add("--memory", default="80GiB", help="memory of each device, in bytes or with a unit, such as 40GiB (default: 80GiB)")
     add(
         "--device",
         default="accelerator",
-        help="accelerator (default), or cpu: of DeepSpeed's buckets only what is written counts",
+        help="accelerator (default), or cpu, where only the used part of DeepSpeed's buckets counts",
     )
     add(
         "--activation-checkpointing",
         action="store_true",
-        help="under fsdp and tensor, blocks compute twice instead of keeping what they made",
+        help="under fsdp and tensor: recompute activations instead of keeping them",
     )
     add(
         "--trust_remote_code",

@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 FITS, NOTHING_FITS, NO_ANSWER = 0, 1, 2  # exit statuses
 
 _EPILOG = """The model is a folder with config.json, a config.json of transformers, module:callable (a class or function of
-yours, which returns a model), or a name on the hub. Nothing is trained and nothing is allocated. The ways that are tried, simplest first:
-one copy on each device (ddp), one copy spread over all devices (fsdp), the same with blocks that compute twice instead of keeping what
-they made (activation checkpointing), the same with weights in main memory (CPU offload).
+yours, which returns a model), or a name on the hub. Nothing is trained, and no memory is allocated for the model. These ways are tried,
+simplest first: one copy on each device (ddp); one copy sharded over all devices (fsdp); the same with activation checkpointing, which
+recomputes activations instead of keeping them; the same with weights in main memory (CPU offload).
 
   accel plan ./llama --devices 8 --memory 80GiB --batch 4 --output plan.yaml
   accel launch --config-file plan.yaml train.py
 
-exit status: 0 something fits; 1 nothing does, and what would help; 2 nothing can be said, and why"""
+exit status: 0 a way fits; 1 none fits, with advice; 2 no answer, with the reason"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Say how to train a model on the devices that you have, and write the configuration."""
+    """Find a way to train a model on the devices that you have, and write its configuration."""
     given = parser().parse_args(arguments)
     try:
         plan = _planned(given)
@@ -62,14 +62,14 @@ def parser() -> argparse.ArgumentParser:
     )
     add = page.add_argument
     add("model", metavar="MODEL", help="a folder, a config.json, module:callable, or a name on the hub")
-    add("--devices", type=int, metavar="N", help="how many accelerators train (default: those of this machine)")
-    add("--memory", metavar="SIZE", help="of each, such as 80GiB (default: that of the smallest here)")
-    add("--room", type=float, default=ROOM, metavar="PART", help="the part of it that stays free (default: 0.1)")
-    add("--host-memory", metavar="SIZE", help="main memory of the machine, for offloading (default: not asked)")
+    add("--devices", type=int, metavar="N", help="number of accelerators (default: those of this machine)")
+    add("--memory", metavar="SIZE", help="memory of each, such as 80GiB (default: that of the smallest here)")
+    add("--room", type=float, default=ROOM, metavar="PART", help="fraction of the memory to keep free (default: 0.1)")
+    add("--host-memory", metavar="SIZE", help="main memory of the machine, for offloading (default: not checked)")
     add("--dtype", default="bf16", help="precision, such as bf16, fp32, bf16-true (default: bf16)")
     add("--optimizer", default="adamw", help=f"one of {', '.join(OPTIMIZERS)}, or module:Class (default: adamw)")
-    add("--batch", type=int, default=1, metavar="ROWS", help="rows of a batch on one device (default: 1)")
-    add("--sequence", type=int, metavar="N", help="tokens of a row (default: 2048, or as many as the model takes)")
+    add("--batch", type=int, default=1, metavar="ROWS", help="number of rows in the batch of one device (default: 1)")
+    add("--sequence", type=int, metavar="N", help="tokens in a row (default: 2048, or the most that the model takes)")
     add("--input", metavar="SHAPE", help="shape of one row, such as 3x224x224; or module:function that returns a batch")
     add("--arguments", default="{}", metavar="JSON", help="arguments of module:callable, such as '{\"layers\": 4}'")
     add("--trust-remote-code", action="store_true", help="execute code that comes with a model on the hub")

@@ -17,21 +17,21 @@ from accel_diagnostics.resume.trial import TrialError, run_trial
 
 EXACT, DIFFERS, NO_ANSWER = 0, 1, 2  # exit statuses
 
-_EPILOG = f"""The script is run three times and needs no change: once to its end; once until it is killed; and
-once more, to go on from what the killed run had saved. Then the samples of each step, the losses, and
-the states of models, optimizers, schedulers and random numbers are compared.
+_EPILOG = f"""The script runs three times and needs no change: once to its end; once until it is killed; and
+once more, to resume from the checkpoints of the killed run. Then the samples of each step, the losses, and
+the states of models, optimizers, schedulers and random generators are compared.
 
   accel verify-resume --resume-arguments=--resume train.py --steps 20 --save {FOLDER} --every 5
 
-{FOLDER} among the script's arguments stands for a folder that is new for the first two runs, and in
-which the third finds what the second left. The options of verify-resume stand before the script;
-everything behind it belongs to the script.
+{FOLDER} among the script's arguments stands for a folder. The first two runs get a new one each; the
+third gets that of the second. The options of verify-resume come before the script; arguments after it
+belong to the script.
 
-exit status: 0 the resumed run was exact; 1 it differs; 2 nothing can be said, and why"""
+exit status: 0 the resumed run was exact; 1 it differs; 2 no verdict, with the reason"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prove that a script which is killed and resumed trains as if nothing had happened."""
+    """Verify that a killed and resumed script trains exactly as if it had never stopped."""
     given = parser().parse_args(arguments)
     script = Script(
         kind="module" if given.module else "script",
@@ -92,15 +92,15 @@ def parser() -> argparse.ArgumentParser:
         "--resume-arguments",
         default="",
         metavar="TEXT",
-        help="arguments of the third run alone, such as --resume-arguments=--resume",
+        help="arguments for the third run only, such as --resume-arguments=--resume",
     )
-    add("--processes", type=int, default=1, metavar="N", help="processes of the first two runs (default: 1)")
-    add("--resume-processes", type=int, metavar="N", help="processes of the third run (default: as the first two)")
+    add("--processes", type=int, default=1, metavar="N", help="number of processes of the first two runs (default: 1)")
+    add("--resume-processes", type=int, metavar="N", help="number of processes of the third run (default: as the first two)")
     add(
         "--kill-step",
         type=int,
         metavar="STEP",
-        help="the step in which the second run is killed (default: behind a save, in the middle)",
+        help="the step in which the second run is killed (default: after a save, in the middle)",
     )
     add(
         "--launch-arguments",
@@ -108,18 +108,18 @@ def parser() -> argparse.ArgumentParser:
         metavar="TEXT",
         help="options of accel launch, such as '--config-file my.yaml'",
     )
-    add("-m", "--module", action="store_true", help="what is run is a module, as with python -m")
+    add("-m", "--module", action="store_true", help="run a module, as python -m does")
     add(
         "--own-directory",
         action="store_true",
-        help="run in a new working directory; for scripts that save beside themselves",
+        help="run in a new working directory, for scripts that save to a fixed place in it",
     )
     add(
         "--tolerance",
         type=float,
         default=1e-3,
         metavar="X",
-        help="largest relative difference between worlds (default: 1e-3)",
+        help="largest relative difference if the third run has another number of processes (default: 1e-3)",
     )
     add("--keep", metavar="FOLDER", help="keep journals, output and checkpoints of all runs in this new folder")
     add("--json", action="store_true", help="print JSON")

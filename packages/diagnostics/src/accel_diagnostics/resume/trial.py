@@ -119,7 +119,7 @@ def _choose_step(whole: Run) -> int:
         return max(2, 2 * whole.steps // 3)
     if not saves:
         raise TrialError(
-            f"The script saved behind its last step alone, number {whole.steps}, so a run that is killed has nothing to go on "
+            f"The script saved after its last step only, number {whole.steps}, so a run that is killed has nothing to go on "
             f"from. Have it save more often, or train for more steps."
         )
     middle = min(saves, key=lambda step: abs(step - whole.steps / 2))

@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """The arguments of this command."""
     places = "\n".join(f"  accel completion {shell} > {place}" for shell, place in SHELLS.items())
-    end = f"{places}\n\nMake it again after packages were installed. zsh reads ~/.zfunc if ~/.zshrc has `fpath=(~/.zfunc $fpath)` before `compinit`."
+    end = f"{places}\n\nRun it again after you install packages. zsh reads ~/.zfunc if ~/.zshrc has `fpath=(~/.zfunc $fpath)` before `compinit`."
     layout = argparse.RawDescriptionHelpFormatter
     page = argparse.ArgumentParser(
         prog="accel completion", description=main.__doc__, epilog=end, formatter_class=layout

@@ -29,14 +29,14 @@ def parser() -> argparse.ArgumentParser:
     """The arguments of this command."""
     page = argparse.ArgumentParser(prog="accel merge-weights", description=main.__doc__)
     about = (
-        "a folder of save_state, whatever strategy and number of processes saved it; or weights in one file or in parts"
+        "a folder of save_state, of any strategy and number of processes; or weights in one file or in parts"
     )
     page.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=about)
     page.add_argument("output", type=Path, metavar="OUTPUT", help="the directory for model.safetensors")
-    about = "of one file: 5GB is 5 * 10^9 bytes, 5GiB 5 * 2^30 (5GB)"
+    about = "largest size of one file: 5GB is 5 * 10^9 bytes, 5GiB 5 * 2^30 (default: 5GB)"
     page.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help=about)
-    page.add_argument("--model", type=int, metavar="N", help="which one of a checkpoint that holds several")
-    page.add_argument("--force", action="store_true", help="replace weights that are in OUTPUT")
+    page.add_argument("--model", type=int, metavar="N", help="number of the model, if the checkpoint has several")
+    page.add_argument("--force", action="store_true", help="overwrite weights in OUTPUT")
     return page
 
 
