@@ -80,7 +80,11 @@ def parser() -> argparse.ArgumentParser:
     add("--sequence", type=int, metavar="N", help="tokens in a row (default: 2048, or the most that the model takes)")
     add("--input", metavar="SHAPE", help="shape of one row, such as 3x224x224; or module:function that returns a batch")
     add("--arguments", default="{}", metavar="JSON", help="arguments of module:callable, such as '{\"layers\": 4}'")
-    add("--memory", default="80GiB", help="memory of each device, in bytes or with a unit, such as 40GiB (default: 80GiB)")
+    add(
+        "--memory",
+        default="80GiB",
+        help="memory of each device, in bytes or with a unit, such as 40GiB (default: 80GiB)",
+    )
     add(
         "--device",
         default="accelerator",

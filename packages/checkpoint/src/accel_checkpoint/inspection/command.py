@@ -51,7 +51,9 @@ def parser() -> argparse.ArgumentParser:
     """The arguments of this command."""
     epilog = "`accel checkpoint import SOURCE TARGET` converts a checkpoint of another library; `accel checkpoint import -h` says more."
     page = argparse.ArgumentParser(prog="accel checkpoint", description=main.__doc__, epilog=epilog)
-    page.add_argument("folder", type=Path, metavar="FOLDER", help="a checkpoint, or a folder with checkpoint_<n> folders")
+    page.add_argument(
+        "folder", type=Path, metavar="FOLDER", help="a checkpoint, or a folder with checkpoint_<n> folders"
+    )
     page.add_argument("--verify", action="store_true", help="read everything and check every hash")
     page.add_argument("--record", action="store_true", help="show everything recorded about the run and its settings")
     page.add_argument("--json", action="store_true", help="print JSON, with the record")

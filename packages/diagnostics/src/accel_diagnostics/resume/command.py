@@ -95,7 +95,12 @@ def parser() -> argparse.ArgumentParser:
         help="arguments for the third run only, such as --resume-arguments=--resume",
     )
     add("--processes", type=int, default=1, metavar="N", help="number of processes of the first two runs (default: 1)")
-    add("--resume-processes", type=int, metavar="N", help="number of processes of the third run (default: as the first two)")
+    add(
+        "--resume-processes",
+        type=int,
+        metavar="N",
+        help="number of processes of the third run (default: as the first two)",
+    )
     add(
         "--kill-step",
         type=int,

@@ -28,9 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """The arguments of this command."""
     page = argparse.ArgumentParser(prog="accel merge-weights", description=main.__doc__)
-    about = (
-        "a folder of save_state, of any strategy and number of processes; or weights in one file or in parts"
-    )
+    about = "a folder of save_state, of any strategy and number of processes; or weights in one file or in parts"
     page.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=about)
     page.add_argument("output", type=Path, metavar="OUTPUT", help="the directory for model.safetensors")
     about = "largest size of one file: 5GB is 5 * 10^9 bytes, 5GiB 5 * 2^30 (default: 5GB)"
