@@ -25,6 +25,16 @@ TOPICS: Mapping[str, tuple[str, ...]] = {
 }
 """Plots, and how the names of their lines begin."""
 
+INTRODUCTION = """\
+What accel costs, beside Hugging Face Accelerate and Lightning Fabric. In each round the libraries take turns in the same process, and only
+differences and ratios within a round count. [How it is measured](../benchmarks/README.md), row by row. [Performance](performance.md) explains
+figures of earlier runs.
+
+- **figure** is accel's median over {fewest} to {most} rounds a row, and **interval** holds the middle half of them. Bars show the same.
+- A figure with a sign is a difference to the raw loop; one with × is a ratio to it. **raw** is the median of the raw loop itself.
+- **gate** is the limit that we set ourselves, a dotted line in the plots. Less is better everywhere.
+- For the peers, only medians are given. "–" means that a library has no such function, or that it does not run on this machine."""
+
 COLORS = {OURS: "C0", "accelerate": "C1", "fabric": "C2"}
 ROOT = Path(__file__).parents[1]
 
@@ -67,10 +77,11 @@ def page(results: Results, images: Mapping[str, str]) -> str:
     """The page in Markdown: what measured it, a plot and a table for each topic."""
     facts = "\n".join(f"| {name} | {value} |" for name, value in results["machine"].items())
     cells = {row["row"]: row for row in results["table"]}
+    counts = [len(rounds) for rounds in results["rounds"].values()]
     parts = [
         "<!-- Written by benchmarks/page.py from the results of benchmarks/run.py: run `nox -s bench`. -->",
         "# Benchmarks",
-        "Median and quartiles of rounds in which the libraries take turns in one process. [How it is measured](../benchmarks/README.md)",
+        INTRODUCTION.format(fewest=min(counts), most=max(counts)),
         f"| measured on | |\n|---|---|\n{facts}",
     ]
     for topic, image in images.items():

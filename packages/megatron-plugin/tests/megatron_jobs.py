@@ -6,6 +6,7 @@ import zlib
 
 import megatron_cpu
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
@@ -26,6 +27,10 @@ MESHES = {
     "tp2pp2+sp": (4, {"tensor_parallel": 2, "pipeline_parallel": 2, "sequence_parallel": True}),
     "dp2tp2+do": (4, {"tensor_parallel": 2, "distributed_optimizer": True}),
     "dp2tp2+do+sp": (4, {"tensor_parallel": 2, "distributed_optimizer": True, "sequence_parallel": True}),
+    "cp2": (2, {"context_parallel": 2}),
+    "tp2cp2+sp": (4, {"tensor_parallel": 2, "context_parallel": 2, "sequence_parallel": True}),
+    "pp2cp2": (4, {"pipeline_parallel": 2, "context_parallel": 2}),
+    "dp2cp2+do": (4, {"context_parallel": 2, "distributed_optimizer": True}),
     "dp2pp2+do": (4, {"pipeline_parallel": 2, "distributed_optimizer": True}),
     "dp2tp2+overlap": (
         4,
@@ -46,6 +51,50 @@ class Norm(nn.LayerNorm):
         super().__init__(hidden_size, eps)
         for parameter in self.parameters():
             parameter.sequence_parallel = config.sequence_parallel
+
+
+class _Gather(torch.autograd.Function):
+    """The parts of all context peers, one after another; gradients are added up over the peers."""
+
+    @staticmethod
+    def forward(ctx, part, group):
+        ctx.group = group
+        parts = [torch.empty_like(part) for _ in range(group.size())]
+        dist.all_gather(parts, part.contiguous(), group=group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        gradient = gradient.contiguous()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient.chunk(ctx.group.size())[ctx.group.rank()], None
+
+
+class GatheringAttention(nn.Module):
+    """Causal attention over a sequence that is divided as Megatron divides it: a first and a last chunk for each context peer.
+
+    It stands in for Transformer Engine's, which is for CUDA: it gathers keys and values, and computes in plain torch.
+    """
+
+    def __init__(self, config, layer_number, attn_mask_type, attention_type, **_):
+        super().__init__()
+
+    def forward(self, query, key, value, attention_mask, **_):
+        from megatron.core import parallel_state
+
+        group = parallel_state.get_context_parallel_group()
+        places = [context_places(len(query) * group.size(), rank, group.size()) for rank in range(group.size())]
+        key, value = _Gather.apply(key, group), _Gather.apply(value, group)
+        query, key, value = (each.permute(1, 2, 0, 3) for each in (query, key, value))
+        allowed = places[group.rank()][:, None] >= torch.cat(places)
+        found = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=allowed)
+        return found.permute(2, 0, 1, 3).flatten(2)
+
+
+def context_places(length, rank, count):
+    """The places in a sequence that a context peer has, as `get_batch_on_this_cp_rank` of Megatron-core divides it."""
+    chunks = torch.arange(length).chunk(2 * count)
+    return torch.cat([chunks[rank], chunks[2 * count - 1 - rank]])
 
 
 def gpt(
@@ -87,6 +136,8 @@ def gpt(
     }
     config = TransformerConfig(**settings)
     layer = get_gpt_layer_local_spec(num_experts=experts, moe_grouped_gemm=False)
+    if config.context_parallel_size > 1:
+        layer.submodules.self_attention.submodules.core_attention = GatheringAttention
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
     layers = TransformerBlockSubmodules([layer] * get_num_layers_to_build(config, vp_stage), Norm)
     model = GPTModel(
@@ -124,12 +175,14 @@ def batches(step, shard=0, count=1):
     share = ROWS // count
     own = slice(shard * share, (shard + 1) * share)
     rows = zip(tokens[own].split(MICRO), mask[own].split(MICRO), strict=True)
-    return [{"tokens": each[:, :-1], "labels": each[:, 1:], "mask": counts} for each, counts in rows]
+    positions = torch.arange(LENGTH).expand(MICRO, LENGTH)
+    return [
+        {"tokens": each[:, :-1], "labels": each[:, 1:], "mask": counts, "positions": positions} for each, counts in rows
+    ]
 
 
 def inputs(batch):
-    positions = torch.arange(LENGTH).expand_as(batch["tokens"])
-    return (batch["tokens"], positions, None), {"labels": batch["labels"]}
+    return (batch["tokens"], batch["positions"], None), {"labels": batch["labels"]}
 
 
 def loss_fn(losses, batch):
@@ -160,7 +213,10 @@ class Run:
         self.shard = layout.shard
 
     def window(self, step):
-        own = batches(step, self.shard.index, self.shard.count)
+        from megatron.core.utils import get_batch_on_this_cp_rank
+
+        whole = batches(step, self.shard.index, self.shard.count)
+        own = [get_batch_on_this_cp_rank({name: each.contiguous() for name, each in batch.items()}) for batch in whole]
         return self.accelerator.forward_backward(self.model, own, loss_fn, inputs)
 
     def step(self, clip=None):

@@ -22,6 +22,7 @@ from accel_testing import run_ranks
         ({"pipeline_parallel": True}, "pipeline_parallel=True): expected how many"),
         ({"virtual_pipeline": 2}, "interleaved stages are at least two on each of at least two processes"),
         ({"sequence_parallel": True}, "and tensor_parallel is 1"),
+        ({"context_parallel": 0}, "context_parallel=0): expected how many"),
         ({"overlap_param_gather": True}, "needs distributed_optimizer=True and overlap_grad_reduce=True"),
     ],
 )
@@ -60,6 +61,7 @@ def say_of_one():
     from accel_megatron import layouts
 
     said = {"world": caught(accelerate, tensor_parallel=2), "experts": caught(accelerate, expert_parallel=3)}
+    said["sequences"] = caught(accelerate, context_parallel=3)
     run = Run()
     said["sizes"] = caught(accelerate, tensor_parallel=1, distributed_optimizer=True)
     model, accelerator = run.model, run.accelerator
@@ -110,6 +112,7 @@ class Mixed2(Mixed):
 SAYS_OF_ONE = {
     "world": "ValueError: Megatron: tensor_parallel=2 * pipeline_parallel=1 = 2 processes hold one model, but",
     "experts": "ValueError: Megatron: expert_parallel=3 shares experts among the 1 processes",
+    "sequences": "tensor_parallel=1 * pipeline_parallel=1 * context_parallel=3 = 3 processes hold one model, but",
     "sizes": "nothing was raised",
     "no batch": "forward_backward() was given no micro-batch",
     "no pair": "returned Tensor, expected a tuple: the sum",
@@ -192,6 +195,18 @@ def test_two_ranks_are_told_what_does_not_fit_each_of_them():
         assert {name: text for name, text in said.items() if SAYS_OF_TWO[name] not in text} == {}
 
 
+def share_sequences():
+    run = Run({"context_parallel": 2})
+    whole = caught(run.accelerator.forward_backward, run.model, batches(0), loss_fn, inputs)
+    return whole, caught(run.accelerator.prepare, nn.Linear(2, 2))
+
+
+def test_processes_that_share_a_sequence_and_are_given_all_of_it_are_told():
+    for whole, plain in run_ranks(share_sequences, 2):
+        assert "given the same inputs on all 2 processes that share a sequence" in whole
+        assert "but it is none of Megatron-core's models" in plain
+
+
 def evaluate(mesh):
     run = Run(mesh)
     rows = []
@@ -223,8 +238,9 @@ def read(mesh):
     return [batch.tolist() for batch in run.accelerator.prepare(loader)]
 
 
-def test_ranks_of_one_model_read_the_same_and_models_read_different_parts():
-    found = run_ranks(read, 4, {"tensor_parallel": 2})
+@pytest.mark.parametrize("name", ["tensor_parallel", "context_parallel"])
+def test_ranks_of_one_model_read_the_same_and_models_read_different_parts(name):
+    found = run_ranks(read, 4, {name: 2})
     assert found[0] == found[1]
     assert found[2] == found[3]
     assert sorted(x for batches in (found[0], found[2]) for batch in batches for x in batch) == [*range(16)]

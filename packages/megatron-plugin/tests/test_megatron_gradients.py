@@ -11,7 +11,7 @@ from megatron_jobs import MESHES, assemble, reference, train
 from accel_testing import run_ranks
 
 STEPS, CLIP = 20, 0.5
-EVERY_RUN = ("tp2", "pp2", "dp2+do", "tp2+sp")
+EVERY_RUN = ("tp2", "pp2", "dp2+do", "tp2+sp", "cp2")
 
 
 @cache

@@ -11,6 +11,7 @@ TRANSLATED = {
     "pp_degree": 2,
     "sequence_parallelism": True,
     "use_distributed_optimizer": True,
+    "context_parallel_size": 2,
     "expert_model_parallel_size": 2,
 }
 
@@ -29,7 +30,7 @@ def test_it_gives_the_strategy():
 
 def test_options_are_translated():
     found = MegatronLMPlugin(**TRANSLATED, is_train_batch_min=False)
-    wanted = Megatron(2, 2, sequence_parallel=True, distributed_optimizer=True, expert_parallel=2)
+    wanted = Megatron(2, 2, sequence_parallel=True, distributed_optimizer=True, context_parallel=2, expert_parallel=2)
     assert found.details() == wanted.details()
     assert MegatronLMPlugin(3, 2).details() == Megatron(tensor_parallel=3, pipeline_parallel=2).details()
 

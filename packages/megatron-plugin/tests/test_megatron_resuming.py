@@ -10,8 +10,16 @@ from megatron_jobs import MESHES, reference, resume, save
 from accel_testing import run_ranks
 
 HALF = 3
-EVERY_RUN = {("tp2", "pp2"), ("pp2", "single"), ("single", "tp2+sp"), ("tp2", "ddp"), ("fsdp", "pp2"), ("pp2", "fsdp")}
-PLACES = ("single", "tp2", "pp2", "dp2+do", "tp2pp2", "dp2tp2+do", "tp2pp2+sp", "fsdp", "ddp", "alone")
+EVERY_RUN = {
+    ("cp2", "tp2"),
+    ("tp2", "pp2"),
+    ("pp2", "single"),
+    ("single", "tp2+sp"),
+    ("tp2", "ddp"),
+    ("fsdp", "pp2"),
+    ("pp2", "fsdp"),
+}
+PLACES = ("single", "tp2", "pp2", "dp2+do", "tp2pp2", "dp2tp2+do", "tp2pp2+sp", "cp2", "fsdp", "ddp", "alone")
 PAIRS = [(first, second) for first in PLACES for second in PLACES if {first, second} & {*MESHES}]
 
 

@@ -1,8 +1,9 @@
 """Megatron passes the suites that define what a strategy is, where modules need not be Megatron's: under data parallelism.
 
-With tensor, pipeline or expert parallelism a module of the suites is refused by name (test_megatron_bad_input.py): those
-meshes are tried with Megatron's own models, in test_megatron_gradients.py, test_megatron_loop.py and test_megatron_resuming.py.
-The distributed optimizer steps Adam and AdamW alone, and the suite of strategies steps SGD: it has the suite of checkpoints.
+With tensor, pipeline or context parallelism the suites' own modules are refused by name, which is declared here as a lack
+for each mesh: those are tried with Megatron's models, in test_megatron_gradients.py, test_megatron_loop.py and
+test_megatron_resuming.py. The distributed optimizer steps Adam and AdamW alone, and the suite of strategies steps SGD: it
+has the suite of checkpoints.
 """
 
 from typing import ClassVar
@@ -27,6 +28,29 @@ def overlapping():
 def distributed():
     megatron_cpu.use_cpu()
     return Megatron(distributed_optimizer=True)
+
+
+def tensor():
+    megatron_cpu.use_cpu()
+    return Megatron(tensor_parallel=2)
+
+
+def pipeline():
+    megatron_cpu.use_cpu()
+    return Megatron(pipeline_parallel=2)
+
+
+def context():
+    megatron_cpu.use_cpu()
+    return Megatron(context_parallel=2)
+
+
+def lacking(suite, *passed):
+    """Every test of a suite but those that pass with what prepare() leaves alone."""
+    reason = (
+        "the modules of the suite are not Megatron-core's, whose layers alone it splits: prepare() raises a ValueError"
+    )
+    return {name: reason for name in vars(suite) if name.startswith("test_") and name not in passed}
 
 
 class TestInTwoProcesses(StrategySuite):
@@ -72,3 +96,43 @@ class TestDistributedCheckpoints(CheckpointSuite):
             "the other optimizer of that test is SGD, which the distributed optimizer refuses when it is prepared"
         ),
     }
+
+
+@pytest.mark.full(group="megatron")
+class TestTensorParallel(StrategySuite):
+    strategy = tensor
+    worlds = (2, 4)
+    timeout = 300.0
+    lacks: ClassVar = lacking(StrategySuite)
+
+
+@pytest.mark.full(group="megatron")
+class TestPipeline(StrategySuite):
+    strategy = pipeline
+    worlds = (2, 4)
+    timeout = 300.0
+    lacks: ClassVar = lacking(StrategySuite)
+
+
+@pytest.mark.full(group="megatron")
+class TestContextParallel(StrategySuite):
+    strategy = context
+    worlds = (2, 4)
+    timeout = 300.0
+    lacks: ClassVar = lacking(StrategySuite)
+
+
+@pytest.mark.full(group="megatron")
+class TestTensorParallelCheckpoints(CheckpointSuite):
+    strategy = tensor
+    worlds = (2, 4)
+    timeout = 300.0
+    lacks: ClassVar = lacking(CheckpointSuite)
+
+
+@pytest.mark.full(group="megatron")
+class TestPipelineCheckpoints(CheckpointSuite):
+    strategy = pipeline
+    worlds = (2, 4)
+    timeout = 300.0
+    lacks: ClassVar = lacking(CheckpointSuite)

@@ -33,7 +33,8 @@ class Sizes:
     def check(self, processes: int) -> None:
         """Raises `ValueError` unless the sizes multiply to a divisor of the number of processes."""
         model = self.tensor * self.pipeline * self.context
-        formula = f"tensor_parallel={self.tensor} * pipeline_parallel={self.pipeline} = {model}"
+        context = f" * context_parallel={self.context}" if self.context > 1 else ""
+        formula = f"tensor_parallel={self.tensor} * pipeline_parallel={self.pipeline}{context} = {model}"
         if processes % model:
             raise ValueError(
                 f"Megatron: {formula} processes hold one model, but there are {processes}, which is no multiple of that. Start "

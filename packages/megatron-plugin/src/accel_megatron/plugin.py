@@ -49,10 +49,6 @@ REFUSED: Mapping[str, tuple[object, str]] = MappingProxyType(
         "recompute_method": ("uniform", _RECOMPUTE),
         "recompute_num_layers": (1, _RECOMPUTE),
         "attention_backend": (True, _CONFIG),
-        "context_parallel_size": (
-            1,
-            "Megatron-core's attention needs Transformer Engine for it. Write strategy=FSDP(context_parallel=n)",
-        ),
         "attention_dropout": (0.0, _CONFIG),
         "hidden_dropout": (0.0, _CONFIG),
         "attention_softmax_in_fp32": (True, _CONFIG),
@@ -138,6 +134,7 @@ class MegatronLMPlugin(metaclass=_Configures):
         pp_degree: `pipeline_parallel` of `Megatron`.
         sequence_parallelism: `sequence_parallel` of `Megatron`.
         use_distributed_optimizer: `distributed_optimizer` of `Megatron`.
+        context_parallel_size: `context_parallel` of `Megatron`.
         expert_model_parallel_size: `expert_parallel` of `Megatron`.
         is_train_batch_min: without effect: every rank reads its own batches.
         others: the other older options; `REFUSED` has them all. The value there that says nothing
@@ -156,6 +153,7 @@ class MegatronLMPlugin(metaclass=_Configures):
         *,
         sequence_parallelism: bool | None = None,
         use_distributed_optimizer: bool | None = None,
+        context_parallel_size: int | None = None,
         expert_model_parallel_size: int | None = None,
         is_train_batch_min: bool = True,  # noqa: ARG004  # either way nothing follows from it
         **others: Any,
@@ -168,6 +166,7 @@ class MegatronLMPlugin(metaclass=_Configures):
             "tensor_parallel": tp_degree,
             "pipeline_parallel": pp_degree,
             "sequence_parallel": sequence_parallelism,
+            "context_parallel": context_parallel_size,
             "expert_parallel": expert_model_parallel_size,
             "distributed_optimizer": use_distributed_optimizer,
         }

@@ -1,8 +1,8 @@
 """Megatron-core's parallelism under the user's own loop.
 
-Tensor parallelism shares each layer out, sequence parallelism the activations between layers,
-pipelines whole layers, expert parallelism the experts of a mixture; what is left over is data
-parallelism. See Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models
+Tensor parallelism splits each layer, sequence parallelism the activations between layers, context
+parallelism whole sequences; pipelines distribute layers, expert parallelism the experts of a
+mixture; the remaining factor is data parallelism. See Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language Models
 Using Model Parallelism", arXiv:1909.08053, and Narayanan et al., "Efficient Large-Scale Language
 Model Training on GPU Clusters Using Megatron-LM", arXiv:2104.04473.
 """
@@ -43,9 +43,9 @@ _NOTHING = contextlib.nullcontext()
 
 
 class Megatron(Strategy):
-    """Tensor, sequence, pipeline and expert parallelism of Megatron-core.
+    """Tensor, sequence, context, pipeline and expert parallelism of Megatron-core.
 
-    `tensor_parallel * pipeline_parallel` processes hold one model; how many models there are
+    `tensor_parallel * pipeline_parallel * context_parallel` processes train one model; how many models there are
     follows from the number of processes. Those of one model read the same data.
 
     A model is one of Megatron-core's, built by `accelerator.build_model(factory)`. Without model
@@ -59,6 +59,9 @@ class Megatron(Strategy):
             for each other, and send more.
         sequence_parallel: whether the processes that compute a layer together divide activations
             between layers along the sequence, which saves memory.
+        context_parallel: the number of processes that each sequence is divided among. The attention
+            of the model has to support it, as Transformer Engine's does, and the script divides its
+            batches: see `megatron.core.utils.get_batch_on_this_cp_rank`.
         expert_parallel: the number of processes that the experts of a layer are divided among.
         distributed_optimizer: whether data-parallel processes divide the state of the optimizer,
             Adam or AdamW, which saves memory.
@@ -80,6 +83,7 @@ class Megatron(Strategy):
         pipeline_parallel: int = 1,
         virtual_pipeline: int | None = None,
         sequence_parallel: bool = False,
+        context_parallel: int = 1,
         expert_parallel: int = 1,
         distributed_optimizer: bool = False,
         overlap_grad_reduce: bool = False,
@@ -89,6 +93,7 @@ class Megatron(Strategy):
             ("tensor_parallel", tensor_parallel),
             ("pipeline_parallel", pipeline_parallel),
             ("virtual_pipeline", 2 if virtual_pipeline is None else virtual_pipeline),
+            ("context_parallel", context_parallel),
             ("expert_parallel", expert_parallel),
         ):
             _check_size(name, size)
@@ -102,7 +107,7 @@ class Megatron(Strategy):
                 "Megatron(sequence_parallel=True) cuts activations among the processes that share layers, and tensor_parallel is 1. Give "
                 "tensor_parallel=2 or more, or leave sequence_parallel out."
             )
-        self._sizes = Sizes(tensor_parallel, pipeline_parallel, virtual_pipeline, 1, expert_parallel)
+        self._sizes = Sizes(tensor_parallel, pipeline_parallel, virtual_pipeline, context_parallel, expert_parallel)
         self._options = Options(sequence_parallel, distributed_optimizer, overlap_grad_reduce, overlap_param_gather)
         self._world_or_none: World | None = None
         self._arrangement: Any = None

@@ -26,7 +26,7 @@ def _check_model(chunk: nn.Module, sizes: Sizes, options: Options) -> None:
 
     config: Any = getattr(chunk, "config", None)
     if not (isinstance(config, TransformerConfig) and hasattr(chunk, "sharded_state_dict")):
-        if sizes.tensor == sizes.pipeline == sizes.expert == 1:
+        if sizes.tensor == sizes.pipeline == sizes.context == sizes.expert == 1:
             return
         raise ValueError(
             f"{type(chunk).__name__} was prepared under Megatron with {sizes.describe()}, but it is none of Megatron-core's models, whose "
