@@ -94,6 +94,7 @@ ALLOWED = {
     ".step",  # of an optimizer whose class a message fills in
     "Float8LinearConfig",  # torchao's
     "TransformerConfig",  # Megatron-core's
+    "megatron.core.utils.get_batch_on_this_cp_rank",
     "accel_megatron.families",  # a group of entry points
     "factory",  # an argument of `build_model`
     "Float8LinearConfig.from_recipe_name",
