@@ -1,6 +1,6 @@
 """Megatron passes the suites that define what a strategy is, where modules need not be Megatron's: under data parallelism.
 
-With tensor, pipeline or context parallelism the suites' own modules are refused by name, which is declared here as a lack
+With tensor, pipeline, context or expert parallelism the suites' own modules are refused by name, which is declared here as a lack
 for each mesh: those are tried with Megatron's models, in test_megatron_gradients.py, test_megatron_loop.py and
 test_megatron_resuming.py. The distributed optimizer steps Adam and AdamW alone, and the suite of strategies steps SGD: it
 has the suite of checkpoints.
@@ -38,6 +38,16 @@ def tensor():
 def pipeline():
     megatron_cpu.use_cpu()
     return Megatron(pipeline_parallel=2)
+
+
+def tensor_in_a_pipeline():
+    megatron_cpu.use_cpu()
+    return Megatron(tensor_parallel=2, pipeline_parallel=2, sequence_parallel=True)
+
+
+def experts():
+    megatron_cpu.use_cpu()
+    return Megatron(expert_parallel=2)
 
 
 def context():
@@ -141,6 +151,30 @@ class TestTensorParallelCheckpoints(CheckpointSuite):
 @pytest.mark.full(group="megatron")
 class TestPipelineCheckpoints(CheckpointSuite):
     strategy = pipeline
+    worlds = (2, 4)
+    timeout = 300.0
+    lacks: ClassVar = lacking(CheckpointSuite)
+
+
+@pytest.mark.full(group="megatron")
+class TestTensorParallelInAPipeline(StrategySuite):
+    strategy = tensor_in_a_pipeline
+    worlds = (4,)
+    timeout = 300.0
+    lacks: ClassVar = lacking(StrategySuite, *TRAINS_NOTHING)
+
+
+@pytest.mark.full(group="megatron")
+class TestExperts(StrategySuite):
+    strategy = experts
+    worlds = (2, 4)
+    timeout = 300.0
+    lacks: ClassVar = lacking(StrategySuite, *TRAINS_NOTHING)
+
+
+@pytest.mark.full(group="megatron")
+class TestContextParallelCheckpoints(CheckpointSuite):
+    strategy = context
     worlds = (2, 4)
     timeout = 300.0
     lacks: ClassVar = lacking(CheckpointSuite)
