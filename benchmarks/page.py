@@ -26,14 +26,14 @@ TOPICS: Mapping[str, tuple[str, ...]] = {
 """Plots, and how the names of their lines begin."""
 
 INTRODUCTION = """\
-What accel costs, beside Hugging Face Accelerate and Lightning Fabric. In each round the libraries take turns in the same process, and only
-differences and ratios within a round count. [How it is measured](../benchmarks/README.md), row by row. [Performance](performance.md) explains
-figures of earlier runs.
+What accel costs, beside Hugging Face Accelerate and Lightning Fabric, which take turns in each round. Differences and ratios are those within a
+round; figures without a sign or × are absolute, and depend on the machine. [How each row is measured](../benchmarks/README.md).
+[Performance](performance.md) explains figures of this run and of earlier ones.
 
 - **figure** is accel's median over {fewest} to {most} rounds a row, and **interval** holds the middle half of them. Bars show the same.
 - A figure with a sign is a difference to the raw loop; one with × is a ratio to it. **raw** is the median of the raw loop itself.
 - **gate** is the limit that we set ourselves, a dotted line in the plots. Less is better everywhere.
-- For the peers, only medians are given. "–" means that a library has no such function, or that it does not run on this machine."""
+- For the peers, the table has only medians. "–": not measured."""
 
 COLORS = {OURS: "C0", "accelerate": "C1", "fabric": "C2"}
 ROOT = Path(__file__).parents[1]

@@ -212,12 +212,15 @@ class Run:
         )
         self.shard = layout.shard
 
-    def window(self, step):
+    def micro_batches(self, step):
+        """Those of this rank: its rows, and its part of each sequence."""
         from megatron.core.utils import get_batch_on_this_cp_rank
 
         whole = batches(step, self.shard.index, self.shard.count)
-        own = [get_batch_on_this_cp_rank({name: each.contiguous() for name, each in batch.items()}) for batch in whole]
-        return self.accelerator.forward_backward(self.model, own, loss_fn, inputs)
+        return [get_batch_on_this_cp_rank({name: each.contiguous() for name, each in batch.items()}) for batch in whole]
+
+    def window(self, step):
+        return self.accelerator.forward_backward(self.model, self.micro_batches(step), loss_fn, inputs)
 
     def step(self, clip=None):
         norm = None if clip is None else self.accelerator.clip_grad_norm_(self.model.parameters(), clip).item()

@@ -197,14 +197,21 @@ def test_two_ranks_are_told_what_does_not_fit_each_of_them():
 
 def share_sequences():
     run = Run({"context_parallel": 2})
-    whole = caught(run.accelerator.forward_backward, run.model, batches(0), loss_fn, inputs)
-    return whole, caught(run.accelerator.prepare, nn.Linear(2, 2))
+    args, kwargs = inputs(batches(0)[0])
+    whole = [
+        caught(run.accelerator.forward_backward, run.model, batches(0), loss_fn, inputs),
+        caught(run.model, *args, **kwargs),
+    ]
+    plain = [caught(run.accelerator.prepare, nn.Linear(2, 2))]
+    del run
+    plain.append(caught(accelerate(expert_parallel=2).prepare, nn.Linear(2, 2)))
+    return whole, plain
 
 
-def test_processes_that_share_a_sequence_and_are_given_all_of_it_are_told():
+def test_processes_that_share_a_sequence_or_experts_are_told_what_does_not_fit():
     for whole, plain in run_ranks(share_sequences, 2):
-        assert "given the same inputs on all 2 processes that share a sequence" in whole
-        assert "but it is none of Megatron-core's models" in plain
+        assert all("given the same inputs on all 2 processes that share a sequence" in text for text in whole)
+        assert all("but it is none of Megatron-core's models" in text for text in plain)
 
 
 def evaluate(mesh):

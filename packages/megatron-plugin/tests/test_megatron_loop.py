@@ -17,7 +17,7 @@ def mean_of(model, batch):
 def loop(mesh, how):
     """The gradients after the micro-batches of a window, and the parameters' after the step."""
     run = Run(mesh)
-    own = batches(0, run.shard.index, run.shard.count)
+    own = run.micro_batches(0)
     accelerator = run.accelerator
     if how == "accumulate":
         accelerator.gradient_accumulation_steps = len(own)
@@ -51,7 +51,7 @@ def in_one_process():
 
 
 @pytest.mark.parametrize("how", ["accumulate", "each travels"])
-@pytest.mark.parametrize("mesh", ["tp2+sp", "dp2+do"])
+@pytest.mark.parametrize("mesh", ["tp2+sp", "dp2+do", "cp2"])
 def test_the_plain_loop_has_the_gradients_of_one_process(mesh, how):
     [(gradients, weights)] = run_ranks(in_one_process, 1)
     world, sizes = MESHES[mesh]

@@ -117,64 +117,47 @@ class TestDistributedCheckpoints(CheckpointSuite):
 
 
 @pytest.mark.full(group="megatron")
-class TestTensorParallel(StrategySuite):
+class RefusedInTraining(StrategySuite):
+    worlds = (2, 4)
+    timeout = 300.0
+    lacks: ClassVar = lacking(StrategySuite, *TRAINS_NOTHING)
+
+
+class TestTensorParallel(RefusedInTraining):
     strategy = tensor
-    worlds = (2, 4)
-    timeout = 300.0
-    lacks: ClassVar = lacking(StrategySuite, *TRAINS_NOTHING)
 
 
-@pytest.mark.full(group="megatron")
-class TestPipeline(StrategySuite):
+class TestPipeline(RefusedInTraining):
     strategy = pipeline
-    worlds = (2, 4)
-    timeout = 300.0
-    lacks: ClassVar = lacking(StrategySuite, *TRAINS_NOTHING)
 
 
-@pytest.mark.full(group="megatron")
-class TestContextParallel(StrategySuite):
+class TestContextParallel(RefusedInTraining):
     strategy = context
-    worlds = (2, 4)
-    timeout = 300.0
-    lacks: ClassVar = lacking(StrategySuite, *TRAINS_NOTHING)
 
 
-@pytest.mark.full(group="megatron")
-class TestTensorParallelCheckpoints(CheckpointSuite):
-    strategy = tensor
-    worlds = (2, 4)
-    timeout = 300.0
-    lacks: ClassVar = lacking(CheckpointSuite)
+class TestExperts(RefusedInTraining):
+    strategy = experts
 
 
-@pytest.mark.full(group="megatron")
-class TestPipelineCheckpoints(CheckpointSuite):
-    strategy = pipeline
-    worlds = (2, 4)
-    timeout = 300.0
-    lacks: ClassVar = lacking(CheckpointSuite)
-
-
-@pytest.mark.full(group="megatron")
-class TestTensorParallelInAPipeline(StrategySuite):
+class TestTensorParallelInAPipeline(RefusedInTraining):
     strategy = tensor_in_a_pipeline
     worlds = (4,)
-    timeout = 300.0
-    lacks: ClassVar = lacking(StrategySuite, *TRAINS_NOTHING)
 
 
 @pytest.mark.full(group="megatron")
-class TestExperts(StrategySuite):
-    strategy = experts
-    worlds = (2, 4)
-    timeout = 300.0
-    lacks: ClassVar = lacking(StrategySuite, *TRAINS_NOTHING)
-
-
-@pytest.mark.full(group="megatron")
-class TestContextParallelCheckpoints(CheckpointSuite):
-    strategy = context
+class RefusedCheckpoints(CheckpointSuite):
     worlds = (2, 4)
     timeout = 300.0
     lacks: ClassVar = lacking(CheckpointSuite)
+
+
+class TestTensorParallelCheckpoints(RefusedCheckpoints):
+    strategy = tensor
+
+
+class TestPipelineCheckpoints(RefusedCheckpoints):
+    strategy = pipeline
+
+
+class TestContextParallelCheckpoints(RefusedCheckpoints):
+    strategy = context

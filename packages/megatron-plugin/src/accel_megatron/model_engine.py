@@ -15,6 +15,7 @@ from accel_checkpoint import Extent, flat_range, pieces_of
 from accel_core.api.component import flatten
 from accel_core.api.layouts import Elementwise, GradientState, Partial
 from accel_megatron import optimizer_double
+from accel_megatron.validation import check_parts
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -47,6 +48,7 @@ class ModelEngine:
         is_final: whether the buffers have gradients that are final.
         holds_back: whether they have gradients that no backward has sent.
         synchronises: whether the next backward does.
+        inputs_checked: whether the inputs of a first call were compared, or need not be.
     """
 
     def __init__(self, chunks: Sequence[nn.Module], parts: Sequence[Part], config: Any, options: Options) -> None:
@@ -57,6 +59,7 @@ class ModelEngine:
         self.optimizer: weakref.ref[Optimizer] | None = None
         self.is_final = self.holds_back = self._took_part = False
         self.synchronises = True
+        self.inputs_checked = config.context_parallel_size == 1
         self._earlier: list[torch.Tensor] | None = None
         self._distributed: Any = None
         self._sources: Sequence[dict[str, Any]] = ()
@@ -72,6 +75,8 @@ class ModelEngine:
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], synchronises: bool) -> Any:
         """Calls the model. Whether the backward behind it synchronises is decided here."""
+        if not self.inputs_checked:
+            self.check_inputs(args, kwargs)
         output = self.chunks[0](*args, **kwargs)
         if torch.is_grad_enabled():
             self.synchronises = synchronises
@@ -79,6 +84,11 @@ class ModelEngine:
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                     leaf.register_hook(self._reached)
         return output
+
+    def check_inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Raises `ValueError` unless processes that share sequences have their own parts. A collective of these."""
+        check_parts(args, kwargs, next(self.chunks[0].parameters()).device)
+        self.inputs_checked = True
 
     def _reached(self, _: torch.Tensor) -> None:
         self._took_part = True

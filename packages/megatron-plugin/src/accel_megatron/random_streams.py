@@ -62,6 +62,8 @@ def _place() -> list[int]:
         parallel_state.get_pipeline_model_parallel_rank(),
         parallel_state.get_expert_model_parallel_world_size(),
         parallel_state.get_expert_model_parallel_rank(),
+        parallel_state.get_context_parallel_world_size(),
+        parallel_state.get_context_parallel_rank(),
         parallel_state.get_data_parallel_world_size(),
         parallel_state.get_data_parallel_rank(),
     ]

@@ -31,7 +31,6 @@ class Schedule:
         self._engine = engine
         self._world = world
         self._reference: float | None = None
-        self._compared = False
 
     def run(
         self,
@@ -43,10 +42,9 @@ class Schedule:
         """See `Accelerator.forward_backward`; without gradients enabled, forwards alone."""
         batches = list(micro_batches)
         self._check_count(batches)
-        if not self._compared:
-            _check_parts(batches, inputs, self._world)
-            self._compared = True
         engine, trains = self._engine, torch.is_grad_enabled()
+        if not engine.inputs_checked:
+            engine.check_inputs(*inputs(batches[0]))
         if not trains:
             mean, _ = self._run(batches, loss_fn, inputs, scale_loss)
             return mean
@@ -191,29 +189,6 @@ def _shape(batches: Sequence[Any], inputs: Inputs) -> tuple[int, int, bool]:
 
     rows, length = found[0]
     return rows, length * parallel_state.get_context_parallel_world_size(), len(set(found)) > 1
-
-
-def _check_parts(batches: Sequence[Any], inputs: Inputs, world: World) -> None:
-    """Raises `ValueError` if all processes that share sequences were given the same part. A collective of these."""
-    from megatron.core import parallel_state
-
-    if parallel_state.get_context_parallel_world_size() == 1:
-        return
-    args, kwargs = inputs(batches[0])
-    found = torch.zeros((), dtype=torch.float64)
-    for each in (*args, *kwargs.values()):
-        if isinstance(each, torch.Tensor):
-            values = each.detach().cpu().contiguous().flatten().view(torch.uint8).double()
-            found += (values * torch.arange(1, len(values) + 1)).sum()
-    found %= 2**23 - 15  # a prime: the number is exact in float32 too
-    extremes = torch.stack([found, -found]).to(world.device, world.widest)
-    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=parallel_state.get_context_parallel_group())
-    if extremes[0] == -extremes[1]:
-        raise ValueError(
-            f"forward_backward() was given the same inputs on all {parallel_state.get_context_parallel_world_size()} processes that share a "
-            f"sequence (context_parallel), and each has to have its own part. Divide tokens, positions, labels and masks by "
-            f"megatron.core.utils.get_batch_on_this_cp_rank(batch)."
-        )
 
 
 def _checked(result: object) -> tuple[torch.Tensor, torch.Tensor | float]:

@@ -1,11 +1,12 @@
-"""What does not fit Megatron's arrangement of processes, refused before a model is built or trained."""
+"""What does not fit Megatron's arrangement of processes, refused before a model is built, trained or called."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 if TYPE_CHECKING:
     from torch import nn
@@ -73,4 +74,27 @@ def check_config(model: nn.Module, request: PrepareRequest, options: Options) ->
     if narrow - {torch.bfloat16}:
         raise ValueError(
             f"{type(model).__name__} has trained parameters of {narrow}. Megatron trains float32 and bfloat16 here."
+        )
+
+
+def check_parts(args: Iterable[Any], kwargs: Mapping[str, Any], device: torch.device) -> None:
+    """Raises `ValueError` if all processes that share sequences were given equal inputs. A collective of these.
+
+    One number is compared, of all tensors among the inputs. Attention would see undivided sequences several times.
+    """
+    from megatron.core import parallel_state
+
+    found = torch.zeros((), dtype=torch.float64)
+    for each in (*args, *kwargs.values()):
+        if isinstance(each, torch.Tensor):
+            values = each.detach().cpu().contiguous().flatten().view(torch.uint8).double()
+            found += (values * torch.arange(1, len(values) + 1)).sum()
+    found %= 2**23 - 15  # a prime; the rest is exact in float32, the widest type of some devices
+    extremes = torch.stack([found, -found]).to(device, torch.float32)
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=parallel_state.get_context_parallel_group())
+    if extremes[0] == -extremes[1]:
+        raise ValueError(
+            f"The model was given the same inputs on all {parallel_state.get_context_parallel_world_size()} processes that share a sequence "
+            f"(context_parallel), and each has to have its own part. Divide tokens, positions, labels and masks by "
+            f"megatron.core.utils.get_batch_on_this_cp_rank(batch)."
         )
