@@ -65,15 +65,22 @@ def tokens() -> torch.Tensor:
     return torch.arange(BATCH * LENGTH).view(BATCH, LENGTH) * 37 % VOCABULARY
 
 
-def places(where: str) -> dict[str, str]:
-    """A device map: all in memory ("cpu"), all but one norm on disk ("disk"), or what comes after the middle ("half").
+HALVES: dict[str, tuple[str | int, str | int]] = {
+    "cpu": ("cpu", "cpu"),
+    "half": ("cpu", "disk"),
+    "disk": ("disk", "disk"),
+    "device": (0, 0),
+    "device_cpu": (0, "cpu"),
+    "device_disk": (0, "disk"),
+}
+"""Where the first half of the blocks is, and the second. Those with a device run there."""
 
-    A map to the disk alone is refused by a peer.
-    """
-    later = "cpu" if where == "cpu" else "disk"
-    sooner = "disk" if where == "disk" else "cpu"
+
+def places(where: str) -> dict[str, str | int]:
+    """A device map, by a name of `HALVES`. One norm is never on disk: a peer refuses a map to the disk alone."""
+    sooner, later = HALVES[where]
     blocks = {f"blocks.{index}": sooner if index < LAYERS // 2 else later for index in range(LAYERS)}
-    return {"embedding": sooner, **blocks, "norm": "cpu", "head": later}
+    return {"embedding": sooner, **blocks, "norm": "cpu" if sooner == "disk" else sooner, "head": later}
 
 
 def write(folder: Path, size: int) -> None:
@@ -91,9 +98,9 @@ def write(folder: Path, size: int) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
-def bytes_in_memory(width: int, places: dict[str, str]) -> int:
-    """Of the weights that a device map leaves in main memory."""
+def bytes_at(place: str | int, width: int, places: dict[str, str | int]) -> int:
+    """Of the weights that a device map has there."""
     with torch.device("meta"):
         named = Decoder(width).named_parameters()
-    kept = tuple(f"{module}." for module, place in places.items() if place == "cpu")
+    kept = tuple(f"{module}." for module, its in places.items() if its == place)
     return sum(each.nbytes for name, each in named if name.startswith(kept))

@@ -18,6 +18,7 @@ from pathlib import Path
 import imports
 import placing
 import starting
+import torch
 from launch import Round, measure
 from table import Measure, markdown
 
@@ -155,7 +156,28 @@ ROWS = {
         _over_accelerate("B2 extra memory, all on disk", "disk_peak", 1 / 3, unit="MiB", scale=1 / 2**20),
         _over_accelerate("B2 growth in later forwards, all on disk", "disk_growth", unit="MiB", scale=1 / 2**20),
     ],
+    "B1d": [
+        _over_accelerate("B1d load, on a device", "device_load", 0.8),
+        _over_accelerate("B1d load, half on a device, half in main memory", "device_cpu_load", 0.8),
+        _over_accelerate("B1d load, half on a device, half on disk", "device_disk_load", 0.8),
+        Measure("B1d load, on a device, over safetensors alone", "device_load", None, "/", unit="ms", scale=1e3),
+        _over_accelerate(
+            "B1d extra main memory, half on disk", "device_disk_memory", 1 / 3, unit="MiB", scale=1 / 2**20
+        ),
+        Measure("B1d extra main memory, on a device", "device_memory", None, "", unit="MiB", scale=1 / 2**20),
+    ],
+    "B2d": [
+        Measure("B2d forward, on a device, over no hooks", "device_forward", None, "/", unit="ms", scale=1e3),
+        _over_accelerate("B2d forward, half in main memory", "device_cpu_forward", 0.8),
+        _over_accelerate("B2d forward, half on disk", "device_disk_forward", 0.8),
+        _over_accelerate(
+            "B2d extra memory of the device, half on disk", "device_disk_device", unit="MiB", scale=1 / 2**20
+        ),
+    ],
 }
+
+ON_A_DEVICE = ("B1d", "B2d")
+"""Rows that need an accelerator."""
 
 
 def rounds_of(row: str, libraries: list[str], options: argparse.Namespace) -> list[Round]:
@@ -174,8 +196,10 @@ def rounds_of(row: str, libraries: list[str], options: argparse.Namespace) -> li
         return measure("forward.py", ["plain", "cast", "accel_fp32", *libraries], world=1, **common)
     if row == "P12":
         return starting.measure(libraries, max(1, options.rounds // 2))
-    if row in {"B1", "B2"}:
-        return placing.measure(libraries, max(1, options.rounds // 3), 1 if row == "B1" else 9, options.size)
+    if row in {"B1", "B2", *ON_A_DEVICE}:
+        places = placing.ON_A_DEVICE if row in ON_A_DEVICE else placing.PLACES
+        forwards = 1 if row.startswith("B1") else 9
+        return placing.measure(libraries, max(1, options.rounds // 3), forwards, options.size, places)
     if row == "P11":
         return measure("sharding.py", ["plain", *libraries], world=2, **common)
     if row == "H1":
@@ -246,7 +270,8 @@ def arguments() -> argparse.Namespace:
         return text.split(",")
 
     parser = argparse.ArgumentParser(description="Measures what the library costs, and prints the gates.")
-    parser.add_argument("--rows", type=names, default=list(ROWS), help=f"of {','.join(ROWS)}")
+    here = [row for row in ROWS if row not in ON_A_DEVICE or torch.accelerator.is_available()]
+    parser.add_argument("--rows", type=names, default=here, help=f"of {','.join(ROWS)}")
     parser.add_argument("--rounds", type=int, default=12, help="in each process; every round measures every library")
     parser.add_argument("--repeats", type=int, default=3, help="processes that are started per row")
     parser.add_argument("--batches", type=int, default=160, help="in a round of one library; a multiple of 4")

@@ -38,8 +38,11 @@ TOPICS = (
 )
 """Modules of `checks`, in the order in which they run."""
 
+ANY = "any"
+"""As many devices as take part."""
+
 ALL = "all"
-"""As many devices as take part, two at least."""
+"""The same, two at least."""
 
 EVEN = "even"
 """The largest even number of these."""
@@ -119,7 +122,7 @@ class Check:
         if isinstance(self.devices, int):
             return self.devices if self.devices <= available else 0
         found = available - available % 2 if self.devices == EVEN else available
-        return found if found >= 2 else 0
+        return found if found >= 2 or self.devices == ANY else 0
 
     def lacks(self, machine: Mapping[str, Any]) -> str:
         """Why it cannot run on this machine; empty if it can."""
@@ -154,7 +157,7 @@ def check(
     """Adds a check.
 
     Args:
-        devices: in how many processes it runs, each with a device of its own: a number, `ALL`, `EVEN`.
+        devices: in how many processes it runs, each with a device of its own: a number, `ANY`, `ALL`, `EVEN`.
         seconds: how long it may take, from the start of the processes to their end.
         on: "accelerator", or the type of a device such as "cuda".
         package: the import name of a distribution that has to be installed.

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 import torch
-from acceptance.registry import ALL, EVEN, Run, check
+from acceptance.registry import ALL, ANY, EVEN, Run, check
 from acceptance.training import PLAN, Curve, Shape, Trainer, make_model
 
 STEPS = 6
@@ -42,7 +42,7 @@ def resume_ddp_bf16(run: Run) -> str:
     return resumes(run, mixed_precision="bf16")
 
 
-@check(devices=ALL, stages=2)
+@check(devices=ANY, stages=2)
 def resume_fsdp(run: Run) -> str:
     """FSDP with dropout."""
     from accel_fsdp import FSDP
@@ -104,7 +104,7 @@ def lazy(run: Run) -> None:
     trained_meanwhile(run, "lazy")
 
 
-@check(devices=ALL, seconds=120, long=True)
+@check(devices=ANY, seconds=120, long=True)
 def lazy_fsdp(run: Run) -> None:
     """A lazy save of shards, while training goes on."""
     from accel_fsdp import FSDP
@@ -158,7 +158,7 @@ def other_world(run: Run) -> str:
     return "equal"
 
 
-@check(devices=ALL, long=True, seconds=240)
+@check(devices=ANY, long=True, seconds=240)
 def rate(run: Run) -> str:
     """How fast all devices save and load a model of 2 GiB with its moments; what training waits for."""
     from accel_fsdp import FSDP

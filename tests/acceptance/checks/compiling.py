@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from acceptance.registry import ALL, Run, check
+from acceptance.registry import ALL, ANY, Run, check
 from acceptance.training import Shape, Trainer, assert_near, loss_of, reference
 
 STEPS = 4
@@ -41,7 +41,7 @@ def graphs_ddp(run: Run) -> str:
     return one_graph_a_block(run)
 
 
-@check(devices=ALL)
+@check(devices=ANY)
 def graphs_fsdp(run: Run) -> str:
     """One graph for all blocks, under FSDP."""
     from accel_fsdp import FSDP
@@ -56,7 +56,7 @@ def inductor(run: Run) -> str:
     return assert_near(trainer.train(), reference(run, STEPS), 2e-3)
 
 
-@check(long=True, devices=ALL, seconds=300)
+@check(long=True, devices=ANY, seconds=300)
 def inductor_fsdp_bf16(run: Run) -> str:
     """Its blocks, sharded, in bf16."""
     from accel_core import TorchDynamoPlugin

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from acceptance.registry import ALL, EVEN, Run, check, skip
+from acceptance.registry import ALL, ANY, EVEN, Run, check, skip
 from acceptance.training import PLAN, Shape, Trainer, assert_near, reference
 
 STEPS = 6
@@ -67,19 +67,19 @@ def ddp_bf16(run: Run) -> str:
     return compared(run, "bf16", strategy=DDP(comm_hook="bf16"))
 
 
-@check(devices=ALL)
+@check(devices=ANY)
 def fsdp_full(run: Run) -> str:
     """Sharded parameters, gradients and moments."""
     return compared(run, strategy=fsdp())
 
 
-@check(devices=ALL)
+@check(devices=ANY)
 def fsdp_bf16(run: Run) -> str:
     """Sharded, gathered in bf16, blocks computed again in the backward."""
     return compared(run, "bf16", strategy=fsdp(activation_checkpointing=True))
 
 
-@check(devices=ALL, long=True)
+@check(devices=ANY, long=True)
 def fsdp_fp16(run: Run) -> str:
     """Sharded in fp16: all ranks agree on the scale."""
     from accel_precision import GradScalerKwargs
@@ -87,7 +87,7 @@ def fsdp_fp16(run: Run) -> str:
     return compared(run, "fp16", strategy=fsdp(), kwargs_handlers=[GradScalerKwargs(init_scale=256.0)])
 
 
-@check(devices=ALL)
+@check(devices=ANY)
 def fsdp_offload(run: Run) -> str:
     """Sharded, with parameters and moments in the memory of the host."""
     return compared(run, strategy=fsdp(cpu_offload=True))
@@ -212,7 +212,7 @@ def transformer_engine_fsdp(run: Run) -> str:
     return compared(run, "fp8", mixed_precision=FP8(backend="transformer_engine"), strategy=fsdp())
 
 
-@check(package="deepspeed", on="cuda", devices=ALL, seconds=240)
+@check(package="deepspeed", on="cuda", devices=ANY, seconds=240)
 def zero_2(run: Run) -> str:
     """ZeRO, stage 2."""
     from accel_deepspeed import DeepSpeed
@@ -220,7 +220,7 @@ def zero_2(run: Run) -> str:
     return compared(run, strategy=DeepSpeed(zero_stage=2))
 
 
-@check(package="deepspeed", on="cuda", devices=ALL, seconds=240)
+@check(package="deepspeed", on="cuda", devices=ANY, seconds=240)
 def zero_3_bf16(run: Run) -> str:
     """ZeRO, stage 3, in bf16."""
     from accel_deepspeed import DeepSpeed

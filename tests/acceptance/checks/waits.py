@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from acceptance.registry import ALL, Run, check, skip
+from acceptance.registry import ALL, ANY, Run, check, skip
 from acceptance.training import Shape, Trainer, loss_of, make_data
 
 
@@ -77,7 +77,7 @@ def step_ddp(run: Run) -> None:
     loop(run, "bf16")
 
 
-@check(on="accelerator", devices=ALL)
+@check(on="accelerator", devices=ANY)
 def step_fsdp(run: Run) -> None:
     """The same under FSDP, in bf16."""
     from accel_fsdp import FSDP
@@ -102,7 +102,7 @@ def step_fused_fp16(run: Run) -> None:
     watched(run, step, "a step of fp16")
 
 
-@check(on="accelerator", devices=ALL)
+@check(on="accelerator", devices=ANY)
 def window(run: Run) -> None:
     """`forward_backward`, with weights that are numbers and that are tensors."""
     accelerator = run.accelerator()
@@ -134,7 +134,7 @@ def collectives(run: Run) -> None:
         watched(run, call, what)
 
 
-@check(on="accelerator", devices=ALL)
+@check(on="accelerator", devices=ANY)
 def metrics(run: Run) -> None:
     """gather_for_metrics, over a loader."""
     accelerator = run.accelerator()

@@ -16,7 +16,9 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 
 from accel_core import Accelerator, Precision, PrecisionPolicy, TorchDynamoPlugin
 from accel_core.base.vocabulary import DynamoBackend
@@ -64,6 +66,32 @@ class Backend:
         self.graphs += 1
         self.options = options
         return graph.forward
+
+
+def replaying(calls: int, graph: torch.fx.GraphModule, inputs: Any, options: Any) -> Callable[..., Any]:
+    """Stands for CUDA graphs on a CPU: a backward, of which a step has so many calls, writes where that of the step before has."""
+    assert options == {"triton.cudagraphs": True}
+
+    def forward(traced: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        return make_boxed_func(traced.forward)
+
+    def backward(traced: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        places: list[list[torch.Tensor | None]] = []
+
+        def run(*given: torch.Tensor) -> list[torch.Tensor | None]:
+            found = traced.forward(*given)
+            place = (
+                places.pop(0) if len(places) == calls else [None if each is None else each.clone() for each in found]
+            )
+            places.append(place)
+            for memory, value in zip(place, found, strict=True):
+                if memory is not None:
+                    memory.copy_(value)
+            return [None if each is None else each.detach() for each in place]
+
+        return make_boxed_func(run)
+
+    return aot_autograd(fw_compiler=forward, bw_compiler=backward)(graph, inputs)
 
 
 class LowCompute(Precision):
@@ -249,6 +277,35 @@ def test_a_precision_holds_inside_blocks() -> None:
     prepared = Accelerator(mixed_precision=LowCompute(), dynamo_plugin=regional("eager")).prepare(model)
     assert prepared(rows()).dtype is torch.float32
     assert torch.bfloat16 in seen
+
+
+def summed(by_blocks: bool) -> tuple[list[float], bool]:
+    """How far gradients of windows are from plain ones, and whether the model is in the end what it was."""
+    options = {"triton.cudagraphs": True}
+    backend = functools.partial(replaying, 2 if by_blocks else 1)
+    plugin = TorchDynamoPlugin(backend, fullgraph=True, options=options, use_regional_compilation=by_blocks)
+    accelerator = Accelerator(cpu=True, dynamo_plugin=plugin, gradient_accumulation_steps=2)
+    model, reference, distances = accelerator.prepare(Net(8, 8)), Net(8, 8), []
+    for number in range(6):
+        x = rows() + number
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).pow(2).mean())
+        (reference(x).pow(2).mean() / 2).backward()
+        if accelerator.sync_gradients:
+            pairs = zip(model.parameters(), reference.parameters(), strict=True)
+            distances.append(max((ours.grad - plain.grad).abs().max().item() for ours, plain in pairs))
+            model.zero_grad()
+            reference.zero_grad()
+    accelerator.free_memory()
+    return distances, type(model) is Net
+
+
+@pytest.mark.parametrize("by_blocks", [False, True])
+def test_micro_batches_add_up_where_graphs_are_replayed(by_blocks: bool) -> None:
+    ((distances, restored),) = run_ranks(summed, 1, by_blocks)
+    assert len(distances) == 3
+    assert max(distances) < 1e-4
+    assert restored
 
 
 def test_free_memory_leaves_what_the_user_compiled() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from accel_core.base.class_override import ClassOverride, override_class, restore_class
 from accel_core.base.suggestions import nearest
 from accel_core.options.handlers import REGIONAL, TorchDynamoPlugin
 from accel_core.options.option_sources import OPTIONS
@@ -17,6 +18,8 @@ from accel_core.options.resolution import Option, as_text, refuse_beside, resolv
 
 VARIABLE = "ACCELERATE_DYNAMO_BACKEND"
 _BEFORE = "_accel_before"  # on a compiled call of ours: what stood in its place
+_PARAMETERS = "_accel_replayed"  # on a model: those whose gradients CUDA graphs may compute
+_OWN = "_accel_own"  # on a gradient: it lies in memory of its own
 
 
 def resolve_compilation(
@@ -52,6 +55,9 @@ def compile_calls(model: nn.Module, options: Mapping[str, Any], hooked: Iterable
     if regional and not regions:
         what = f"{REGIONAL}=True was asked for, but {type(model).__name__} has no nn.ModuleList or nn.Sequential with"
         warnings.warn(f"{what} members of one class and equal parameters. It is compiled as a whole.", stacklevel=2)
+    if _replays(given):
+        vars(model)[_PARAMETERS] = list(model.parameters())
+        override_class(model, _Replayed)
     codes: dict[Hashable, CodeType] = {}
     for module in dict.fromkeys(each for region in regions or [model] for each in _whole_parts(region, outside)):
         kind = (_kind(module), module in outside) if regions else id(module)
@@ -60,6 +66,8 @@ def compile_calls(model: nn.Module, options: Mapping[str, Any], hooked: Iterable
 
 def forget_compiled(model: nn.Module) -> None:
     """Makes calls of `model` and its blocks run as before `compile_calls`."""
+    restore_class(model, _Replayed)
+    vars(model).pop(_PARAMETERS, None)
     for module in model.modules():
         _undo(module)
 
@@ -99,6 +107,28 @@ def _compile(module: nn.Module, options: Mapping[str, Any], code: CodeType | Non
         compiled.__wrapped__ = forward  # which has the signature
         module.forward = compiled
     return call.__code__
+
+
+def _replays(options: Mapping[str, Any]) -> bool:
+    """Whether torch may replay what it compiles by CUDA graphs."""
+    asked = (options.get("options") or {}).get("triton.cudagraphs", False)
+    return asked or options.get("mode") in ("reduce-overhead", "max-autotune") or options.get("backend") == "cudagraphs"
+
+
+class _Replayed(ClassOverride):
+    """Lets micro-batches add up: a gradient in the memory of a CUDA graph would be that of the next replay.
+
+    What is there before a call is copied out of it. torch alone refuses, or adds to another value:
+    https://github.com/pytorch/pytorch/issues/169545.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for parameter in vars(self)[_PARAMETERS]:
+            gradient = parameter.grad
+            if gradient is not None and not hasattr(gradient, _OWN) and type(gradient) is torch.Tensor:
+                parameter.grad = gradient.clone()
+                setattr(parameter.grad, _OWN, True)
+        return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
 
 def _undo(module: nn.Module) -> None:
