@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from types import CodeType
@@ -111,7 +112,8 @@ def _compile(module: nn.Module, options: Mapping[str, Any], code: CodeType | Non
 
 def _replays(options: Mapping[str, Any]) -> bool:
     """Whether torch may replay what it compiles by CUDA graphs."""
-    asked = (options.get("options") or {}).get("triton.cudagraphs", False)
+    default = os.environ.get("TORCHINDUCTOR_CUDAGRAPHS") == "1"
+    asked = (options.get("options") or {}).get("triton.cudagraphs", default)
     return asked or options.get("mode") in ("reduce-overhead", "max-autotune") or options.get("backend") == "cudagraphs"
 
 
