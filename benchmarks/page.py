@@ -26,8 +26,8 @@ TOPICS: Mapping[str, tuple[str, ...]] = {
 """Plots, and how the names of their lines begin."""
 
 INTRODUCTION = """\
-What accel costs, beside Hugging Face Accelerate and Lightning Fabric, which take turns in each round. Differences and ratios are those within a
-round; figures without a sign or × are absolute, and depend on the machine. [How each row is measured](../benchmarks/README.md).
+What accel costs, beside Hugging Face Accelerate and Lightning Fabric, in turns in each round. Differences and ratios are within a
+round; figures without a sign or × depend on the machine. [How each row is measured](../benchmarks/README.md).
 [Performance](performance.md) explains figures of this run and of earlier ones.
 
 - **figure** is accel's median over {fewest} to {most} rounds a row, and **interval** holds the middle half of them. Bars show the same.

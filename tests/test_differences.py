@@ -265,14 +265,14 @@ PROOFS = {
     "deletes before the new": a_failed_save_deletes_nothing,
     "looks like a checkpoint": an_unfinished_save_is_passed_over,
     "A flipped bit": damage_is_found,
-    "found on the way": misfits_change_nothing,
-    "begins its epoch again": the_epoch_goes_on,
+    "finds misfits while it loads": misfits_change_nothing,
+    "starts its epoch again": the_epoch_goes_on,
     "Gradients of a window": pending_gradients_come_back,
     "`iteration` at 0": numbers_go_on,
     "beside automatic naming": names_are_given_once,
     "Registering an object twice": nothing_is_registered_twice,
-    "A save hook may change": weights_of_hooks_are_read_only,
-    "leaves weights that the file": weights_that_do_not_fit_are_refused,
+    "A save hook can change": weights_of_hooks_are_read_only,
+    "leaves weights unchanged that the file": weights_that_do_not_fit_are_refused,
 }
 
 

@@ -234,5 +234,7 @@ def test_numbers_in_the_state_of_numpy_that_lead_out_of_it_are_refused():
     states = capture_random_state(None)
     name, keys, _, *rest = numpy.random.get_state()
     check_random_state(states, torch.device("cpu"))
-    with pytest.raises(ValueError, match="of another kind"):
+    with pytest.raises(
+        ValueError, match="of another kind|state position"
+    ):  # newer releases of numpy refuse it themselves
         check_random_state({**states, "numpy": (name, keys, 10**6, *rest)}, None)
