@@ -129,15 +129,18 @@ def test_odd_runs_in_which_all_come_together_in_the_end_are_left_alone(
 
 def train_in_a_thread(folder: Path) -> None:
     """The main thread has ended long before the training has."""
+    begun = threading.Event()
 
     def loop() -> None:
         accelerator = Accelerator(cpu=True)
+        begun.set()  # its threads are there: from 3.12 on Python starts none when the main thread has ended
         if accelerator.process_index == 1:
             time.sleep(LONG)
         ranks = accelerator.gather(torch.tensor([accelerator.process_index])).tolist()
         (folder / str(accelerator.process_index)).write_text(str(ranks))
 
     threading.Thread(target=loop).start()
+    begun.wait(60)
 
 
 def test_training_in_a_thread_may_outlive_the_main_thread(launches: Launches, folder: Path) -> None:
