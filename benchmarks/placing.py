@@ -22,7 +22,7 @@ import torch
 from peak import resident
 
 Round = dict[str, dict[str, float]]
-Places = dict[str, "str | int"]
+Places = dict[str, str | int]
 PLACES = ("cpu", "half", "disk")
 ON_A_DEVICE = ("device", "device_cpu", "device_disk")
 WARM = 1  # MiB of a model that goes the same way first, so that imports are not counted

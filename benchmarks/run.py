@@ -176,7 +176,7 @@ ROWS = {
     ],
 }
 
-ON_A_DEVICE = ("B1d", "B2d")
+DEVICE_ROWS = ("B1d", "B2d")
 """Rows that need an accelerator."""
 
 
@@ -196,8 +196,8 @@ def rounds_of(row: str, libraries: list[str], options: argparse.Namespace) -> li
         return measure("forward.py", ["plain", "cast", "accel_fp32", *libraries], world=1, **common)
     if row == "P12":
         return starting.measure(libraries, max(1, options.rounds // 2))
-    if row in {"B1", "B2", *ON_A_DEVICE}:
-        places = placing.ON_A_DEVICE if row in ON_A_DEVICE else placing.PLACES
+    if row in {"B1", "B2", *DEVICE_ROWS}:
+        places = placing.ON_A_DEVICE if row in DEVICE_ROWS else placing.PLACES
         forwards = 1 if row.startswith("B1") else 9
         return placing.measure(libraries, max(1, options.rounds // 3), forwards, options.size, places)
     if row == "P11":
@@ -270,7 +270,7 @@ def arguments() -> argparse.Namespace:
         return text.split(",")
 
     parser = argparse.ArgumentParser(description="Measures what the library costs, and prints the gates.")
-    here = [row for row in ROWS if row not in ON_A_DEVICE or torch.accelerator.is_available()]
+    here = [row for row in ROWS if row not in DEVICE_ROWS or torch.accelerator.is_available()]
     parser.add_argument("--rows", type=names, default=here, help=f"of {','.join(ROWS)}")
     parser.add_argument("--rounds", type=int, default=12, help="in each process; every round measures every library")
     parser.add_argument("--repeats", type=int, default=3, help="processes that are started per row")

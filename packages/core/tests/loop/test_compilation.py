@@ -300,6 +300,26 @@ def summed(by_blocks: bool) -> tuple[list[float], bool]:
     return distances, type(model) is Net
 
 
+@pytest.mark.parametrize(
+    ("given", "variable", "replayed"),
+    [
+        ({"mode": "reduce-overhead"}, "", True),
+        ({"mode": "max-autotune"}, "", True),
+        ({"mode": "max-autotune-no-cudagraphs"}, "", False),
+        ({"backend": "cudagraphs"}, "", True),
+        ({"options": {"triton.cudagraphs": False}}, "1", False),
+        ({}, "1", True),
+        ({}, "", False),
+    ],
+)
+def test_gradients_are_kept_wherever_graphs_may_be_replayed(
+    given: dict[str, Any], variable: str, replayed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CUDAGRAPHS", variable)
+    prepared = Accelerator(cpu=True, dynamo_plugin=TorchDynamoPlugin(**given)).prepare(Net(8))
+    assert (type(prepared) is not Net) is replayed
+
+
 @pytest.mark.parametrize("by_blocks", [False, True])
 def test_micro_batches_add_up_where_graphs_are_replayed(by_blocks: bool) -> None:
     ((distances, restored),) = run_ranks(summed, 1, by_blocks)
@@ -322,7 +342,10 @@ def test_free_memory_leaves_what_the_user_compiled() -> None:
     assert model.blocks[1]._compiled_call_impl is None
 
 
-@pytest.mark.parametrize("plugin", [TorchDynamoPlugin(backend="eager"), regional("eager")])
+@pytest.mark.parametrize(
+    "plugin",
+    [TorchDynamoPlugin(backend="eager"), regional("eager"), TorchDynamoPlugin(Backend(), mode="reduce-overhead")],
+)
 def test_copies_and_pickles_run_uncompiled(plugin: TorchDynamoPlugin) -> None:
     model = Accelerator(dynamo_plugin=plugin).prepare(Net(8, 8))
     expected = model(rows())

@@ -19,7 +19,6 @@ from accel_core.options.resolution import Option, as_text, refuse_beside, resolv
 
 VARIABLE = "ACCELERATE_DYNAMO_BACKEND"
 _BEFORE = "_accel_before"  # on a compiled call of ours: what stood in its place
-_PARAMETERS = "_accel_replayed"  # on a model: those whose gradients CUDA graphs may compute
 _OWN = "_accel_own"  # on a gradient: it lies in memory of its own
 
 
@@ -57,7 +56,6 @@ def compile_calls(model: nn.Module, options: Mapping[str, Any], hooked: Iterable
         what = f"{REGIONAL}=True was asked for, but {type(model).__name__} has no nn.ModuleList or nn.Sequential with"
         warnings.warn(f"{what} members of one class and equal parameters. It is compiled as a whole.", stacklevel=2)
     if _replays(given):
-        vars(model)[_PARAMETERS] = list(model.parameters())
         override_class(model, _Replayed)
     codes: dict[Hashable, CodeType] = {}
     for module in dict.fromkeys(each for region in regions or [model] for each in _whole_parts(region, outside)):
@@ -68,7 +66,6 @@ def compile_calls(model: nn.Module, options: Mapping[str, Any], hooked: Iterable
 def forget_compiled(model: nn.Module) -> None:
     """Makes calls of `model` and its blocks run as before `compile_calls`."""
     restore_class(model, _Replayed)
-    vars(model).pop(_PARAMETERS, None)
     for module in model.modules():
         _undo(module)
 
@@ -125,7 +122,7 @@ class _Replayed(ClassOverride):
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        for parameter in vars(self)[_PARAMETERS]:
+        for parameter in self.parameters():  # type: ignore[attr-defined]
             gradient = parameter.grad
             if gradient is not None and not hasattr(gradient, _OWN) and type(gradient) is torch.Tensor:
                 parameter.grad = gradient.clone()
