@@ -1,4 +1,4 @@
-"""Large parameters that stay whole: their gradients travel while the backward goes on, once, and are the mean."""
+"""Parameters that stay whole: their gradients travel once, at the end of a backward, and are the mean."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch.utils.checkpoint import checkpoint
 
 from accel_core import Accelerator
 from accel_fsdp import FSDP
-from accel_fsdp.unsharded_parameters import EARLY
 from accel_testing import run_ranks
 
 WIDTH = 4096
@@ -70,9 +69,6 @@ def train():
         rank = accelerator.process_index
         accelerator.backward(model(inputs(rank, step), uses[rank]).mean())
         found.append((list(events), model.wide.weight.grad.clone(), model.wide.bias.grad.clone()))
-    accelerator.backward(model(inputs(rank, 0), 1).mean())
-    with pytest.raises(RuntimeError, match="second gradient in one backward, after all had been sent"):
-        accelerator.backward(model(inputs(rank, 0), 2).mean())
     model.zero_grad()
     events.clear()
     with accelerator.no_sync(model):
@@ -94,7 +90,6 @@ def mean(step):
 
 @pytest.fixture(scope="module")
 def ranks():
-    assert sum(each.nbytes for each in Model().wide.parameters()) >= EARLY
     return run_ranks(train, 2, timeout=60)
 
 
@@ -105,17 +100,15 @@ def test_gradients_are_the_mean_whoever_used_the_layer(ranks, step):
             torch.testing.assert_close(found, expected)
 
 
-def test_gradients_travel_once_and_before_the_units_are_done_when_each_came_once_in_the_step_before(ranks):
-    for rank, (steps, *_) in enumerate(ranks):
-        for step, (events, *_) in enumerate(steps):
+def test_gradients_travel_once_at_the_end_whoever_used_the_layer(ranks):
+    """Behind every unit's: collectives of two communicators in unlike order can hang where the device runs them one by one."""
+    for steps, *_ in ranks:
+        for events, *_ in steps:
             assert events.count("sent") == 1
-            early = events.index("sent") < events.index("blocks.0")
-            before = USES[step - 1][rank] if step else 0
-            assert early is (before == 1 and USES[step][rank] == 1)
+            assert events.index("sent") > events.index("blocks.0")
 
 
-def test_a_gradient_that_comes_when_all_were_sent_is_an_error(ranks):
-    """And the next backward knows nothing of it."""
+def test_what_a_backward_without_sync_held_back_travels_with_the_next(ranks):
     for _, (held, gradient), _ in ranks:
         assert not held
         torch.testing.assert_close(gradient, 2 * mean(0)[0])
