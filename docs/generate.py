@@ -41,8 +41,17 @@ NO_DOORS = {
     "compat-metadata",
 }  # nothing to import, or a page of its own; the door of compat is `accelerate`
 LINE = 120  # signatures that are longer have a line for each argument
+WORDS = 1800  # of functions on one page
 
-FOLDERS = ("accelerator", "options", "doors", "classes", "functions")  # of pages that are all written here
+FOLDERS = (
+    "accelerator",
+    "options",
+    "doors",
+    "classes",
+    "functions",
+    "hooks",
+    "names",
+)  # of pages that are all written here
 WRITTEN = "<!-- Written by docs/generate.py from the docstrings: change them there, then run `nox -s docs`. -->"
 COMMON = "Common options"
 
@@ -54,7 +63,18 @@ A plugin takes over a hook by a method of the same name, marked with `accel_core
 needs by name and leaves out the others. A hook has **one owner** (exactly one implementation is used: the active
 component's, else the core's default) or **many listeners** (everyone who implements it is called). Where no default is named,
 nothing happens without an owner.
+
+The hooks of saving and loading are on [a page of their own](hooks/checkpoints.md).
 """
+
+CHECKPOINT_HOOKS_HEAD = """\
+<!-- Written by docs/generate.py from accel_core/contract/hook_specs.py: change the hooks there, then run `nox -s docs`. -->
+# Hooks of checkpoints
+
+These hooks save and load. [Hooks](../hooks.md) explains how a plugin takes one over, and has the others.
+"""
+
+FIRST_OF_CHECKPOINTS = "save_checkpoint"  # from it on, hooks are about checkpoints
 
 ACCELERATOR_HEAD = """\
 <!-- Written by docs/generate.py from accel_core/accelerator.py and accel_core/facade: change it there, then run `nox -s docs`. -->
@@ -72,6 +92,16 @@ NAMES_HEAD = """\
 Every name that a script written for Accelerate may use, with what it does here. All of them are imported from the package that
 stands before the dot: `from accel_core import set_seed`. `*` and `**` stand for any number of positional and of keyword
 arguments; our functions may take more than those that are listed. After a colon stand the members of an enumeration.
+
+This page has the constructor, preparing and the loop. [The other names](names/others.md) are about processes, data, strategies, checkpoints
+and the rest.
+"""
+
+OTHER_NAMES_HEAD = """\
+<!-- Written by docs/generate.py from tests/names.py and the docstrings: change them there, then run `nox -s docs`. -->
+# Other names
+
+[Names](../names.md) explains how to read the tables, and has the names of the constructor, of preparing and of the loop.
 """
 
 OPTIONS_HEAD = """\
@@ -206,13 +236,17 @@ GROUPS = {
 """Which heading of the page a public member of the Accelerator stands under; below it, the order is that of the source."""
 
 
-def hooks_page() -> str:
-    """The whole of docs/reference/hooks.md."""
+def hooks_pages() -> dict[str, str]:
+    """The whole of docs/reference/hooks.md, and of the page with the hooks of checkpoints."""
     specs = class_in(hook_specs, "HookSpecs")
     loop = f"```text\n{ast.get_docstring(specs)}\n```\n"
-    return "\n".join(
-        [HOOKS_HEAD, loop, *(hook_section(node) for node in specs.body if isinstance(node, ast.FunctionDef))]
-    )
+    sections = {node.name: hook_section(node) for node in specs.body if isinstance(node, ast.FunctionDef)}
+    first = list(sections).index(FIRST_OF_CHECKPOINTS)
+    of_the_loop, of_checkpoints = list(sections.values())[:first], list(sections.values())[first:]
+    return {
+        "hooks.md": "\n".join([HOOKS_HEAD, loop, *of_the_loop]),
+        "hooks/checkpoints.md": "\n".join([CHECKPOINT_HOOKS_HEAD, *of_checkpoints]),
+    }
 
 
 def accelerator_pages() -> dict[str, str]:
@@ -246,18 +280,19 @@ def accelerator_pages() -> dict[str, str]:
     return pages
 
 
-def names_page() -> str:
-    """The whole of docs/reference/names.md."""
+def names_pages() -> dict[str, str]:
+    """docs/reference/names.md, with the names of the Accelerator, and a page with all others."""
     data = runpy.run_path(str(NAMES))
     older = {name: described_argument(name) for name in data["OLDER_ARGUMENTS"]}
     described = arguments_of(accelerator.Accelerator.__doc__ or "")
-    parts = [NAMES_HEAD]
-    for (_, heading), texts in data["OLDER_NAMES"].items():
+    own, others = [NAMES_HEAD], [OTHER_NAMES_HEAD]
+    for (row, heading), texts in data["OLDER_NAMES"].items():
+        parts = own if row.startswith("A") else others
         parts.append(names_table(f"## {heading}", (name_row(text, data["COMES_WITH"]) for text in texts)))
         if heading == "The constructor":
             rows = {name: described.get(name, MISSING) for name in given_to(texts[0])} | older
             parts.append(names_table("### Its arguments", (("`" + name + "`", rows[name]) for name in rows)))
-    return "\n".join(parts)
+    return {"names.md": "\n".join(own), "names/others.md": "\n".join(others)}
 
 
 MISSING = "*missing*"
@@ -343,33 +378,50 @@ def options_table(found: Iterable[catalog.Option]) -> str:
 
 
 def doors_pages() -> dict[str, str]:
-    """doors.md, a page for each door, and one for each class and for the functions of `accel_core` and `accel_core.api`."""
+    """doors.md, a page for each door, one for each class, and one for the functions of each door."""
     inner = [importlib.import_module(f"{api.__name__}.{each.name}") for each in pkgutil.iter_modules(api.__path__)]
     packages = [importlib.import_module(f"accel_{name.replace('-', '_')}") for name in sorted(OURS - NO_DOORS)]
+    doors = (accel_core, *inner, *packages)
+    listed = {value: name for door in doors for name, value in classes_of(door).items()}
     pages: dict[str, str] = {}
-    rows = []
-    for module in (accel_core, *inner, *packages):
+    rows, classes, functions = [], [], []
+    for module in doors:
         name, about = module.__name__, (inspect.getdoc(module) or "").partition("\n")[0]
         described = dict(described_names(name, module.__all__))
-        places: dict[str, str] = {}
-        if module not in packages:
-            pages |= class_pages(module, places)
-            pages |= functions_page(module, places)
+        places: dict[str, str] = {"Accelerator": "../accelerator.md"} if module is accel_core else {}
+        own = class_pages(module, places, listed)
+        calls = functions_pages(module, places)
+        pages |= own | calls
         table = names_table(f"# {name}\n\n{about}", ((linked(each, places), does) for each, does in described.items()))
         pages[f"doors/{name}.md"] = f"{WRITTEN}\n{table}"
         rows.append(f"| [`{name}`](doors/{name}.md) | {len(module.__all__)} | {about} |")
-    classes = [
-        (f"[`{path[8:-3]}`]({path})", text.partition("```\n\n")[2].partition("\n")[0].replace("|", "\\|"))
-        for path, text in sorted(pages.items(), key=lambda item: item[0].casefold())
-        if path.startswith("classes/")
-    ]
-    pages["classes.md"] = names_table(f"{WRITTEN}\n# Classes", classes)
-    calls = [f"- [{path[10:-3]}]({path})" for path in pages if path.startswith("functions/")]
-    pages["functions.md"] = "\n".join(
-        [f"{WRITTEN}\n# Functions\n", "Functions, by the door that has them:\n", *calls, ""]
-    )
+        if own:
+            classes.append((f"[`{name}`](doors/{name}.md)", links(own)))
+        if calls:
+            functions.append((f"[`{name}`](doors/{name}.md)", links(calls)))
+    for kind, table in (("Classes", classes), ("Functions", functions)):
+        pages[f"{kind.lower()}.md"] = by_door(kind, table)
     pages["doors.md"] = "\n".join([DOORS_HEAD, "| Door | Names | What it is for |", "|---|---|---|", *rows, ""])
     return pages
+
+
+def links(found: Iterable[str]) -> str:
+    """Links to pages, as seen from docs/reference."""
+    return ", ".join(f"[`{Path(path).stem}`]({path})" for path in sorted(found, key=str.casefold))
+
+
+def by_door(kind: str, rows: Iterable[tuple[str, str]]) -> str:
+    """The page that lists all classes, or all pages with functions."""
+    lines = [f"| {door} | {pages} |" for door, pages in rows]
+    return "\n".join([f"{WRITTEN}\n# {kind}\n", f"| Door | {kind} |", "|---|---|", *lines, ""])
+
+
+def classes_of(door: ModuleType) -> dict[str, type]:
+    """The classes of ours that a door has, by name; the Accelerator has pages of its own."""
+    found = {name: getattr(door, name) for name in door.__all__ if name != "Accelerator"}
+    return {
+        name: value for name, value in found.items() if inspect.isclass(value) and value.__module__.startswith("accel_")
+    }
 
 
 def linked(name: str, places: dict[str, str]) -> str:
@@ -378,22 +430,20 @@ def linked(name: str, places: dict[str, str]) -> str:
     return f"[{name}]({places[bare]})" if bare in places else name
 
 
-def class_pages(door: ModuleType, places: dict[str, str]) -> dict[str, str]:
-    """A page for each class of ours that a door has; `places` is filled with where they are, as seen from doors/."""
+def class_pages(door: ModuleType, places: dict[str, str], listed: dict[type, str]) -> dict[str, str]:
+    """A page for each class of a door; `places` is filled with where they are, as seen from doors/."""
     pages = {}
-    for name in door.__all__:
-        value = getattr(door, name)
-        if name == "Accelerator":
-            places[name] = "../accelerator.md"
-        elif inspect.isclass(value) and value.__module__.startswith("accel_core"):
-            places[name] = f"../classes/{name}.md"
-            pages[f"classes/{name}.md"] = class_page(door.__name__, name, value)
+    for name, value in classes_of(door).items():
+        places[name] = f"../classes/{name}.md"
+        pages[f"classes/{name}.md"] = class_page(door.__name__, name, value, listed)
     return pages
 
 
-def class_page(door: str, name: str, value: type) -> str:
-    """One class: how it is imported, made and used."""
-    ours = [base for base in reversed(value.__mro__) if base.__module__.startswith("accel_core")]
+def class_page(door: str, name: str, value: type, listed: dict[type, str]) -> str:
+    """One class: how it is imported, made and used. What it has of a class with a page of its own, stands there."""
+    elsewhere = [base for base in value.__mro__[1:] if base in listed]
+    inherited = {further for base in elsewhere for further in base.__mro__}
+    ours = [base for base in reversed(value.__mro__) if base.__module__.startswith("accel_") and base not in inherited]
     nodes = [class_in(sys.modules[base.__module__], base.__name__) for base in ours]
     members: dict[str, str] = {}
     for node in nodes:
@@ -403,6 +453,9 @@ def class_page(door: str, name: str, value: type) -> str:
         prose(ast.get_docstring(nodes[-1]) or ""),
         "",
     ]
+    if elsewhere:
+        base = listed[elsewhere[0]]
+        parts.append(f"A subclass of [`{base}`]({base}.md), whose page describes inherited members.\n")
     constructors = [item for node in nodes for item in node.body if getattr(item, "name", "") == "__init__"]
     if constructors and isinstance(constructors[-1], ast.FunctionDef):
         call = signature(constructors[-1], name).removesuffix(" -> None")
@@ -437,19 +490,32 @@ def is_shown(item: ast.stmt) -> bool:
     return isinstance(value, ast.Call) and bool(value.args) and is_text(value.args[-1])
 
 
-def functions_page(door: ModuleType, places: dict[str, str]) -> dict[str, str]:
-    """A page with the functions of a door; `places` is filled with where they are, as seen from doors/."""
-    parts = []
+def functions_pages(door: ModuleType, places: dict[str, str]) -> dict[str, str]:
+    """The functions of a door, on as many pages as they need; `places` is filled with where they are, as seen from doors/."""
+    filled: list[list[str]] = [[]]
     for name in sorted(door.__all__, key=str.casefold):
         value = inspect.unwrap(getattr(door, name))
-        if inspect.isfunction(value) and value.__module__.startswith("accel_core"):
+        if inspect.isfunction(value) and value.__module__.startswith("accel_"):
             node = ast.parse(textwrap.dedent(inspect.getsource(value))).body[0]
             if isinstance(node, ast.FunctionDef):
-                places[name] = f"../functions/{door.__name__}.md#{name.lower()}"
                 call = signature(node, name, of_class=False)
-                parts.append(f"## {name}\n\n```text\n{call}\n```\n\n{prose(ast.get_docstring(node) or '')}\n")
-    title = f"{WRITTEN}\n# Functions of {door.__name__}\n"
-    return {f"functions/{door.__name__}.md": "\n".join([title, *parts])} if parts else {}
+                text = f"## {name}\n\n```text\n{call}\n```\n\n{prose(ast.get_docstring(node) or '')}\n"
+                if len(" ".join([*filled[-1], text]).split()) > WORDS:
+                    filled.append([])
+                filled[-1].append(text)
+                places[name] = f"../{functions_file(door, len(filled))}#{name.lower()}"
+    counts = [""] if len(filled) == 1 else [f" ({number} of {len(filled)})" for number in range(1, len(filled) + 1)]
+    titled = enumerate(zip(counts, filled, strict=True), 1)
+    return {
+        functions_file(door, number): "\n".join([f"{WRITTEN}\n# Functions of {door.__name__}{count}\n", *texts])
+        for number, (count, texts) in titled
+        if texts
+    }
+
+
+def functions_file(door: ModuleType, number: int) -> str:
+    """The file of a page with functions."""
+    return f"functions/{door.__name__}{'' if number == 1 else f'-{number}'}.md"
 
 
 def described_names(module: str, names: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -495,8 +561,7 @@ def documented(module: ModuleType) -> dict[str, str]:
 
 def pages() -> dict[str, str]:
     """The text of every page of docs/reference that is written from the source."""
-    single = {"hooks.md": hooks_page(), "names.md": names_page()}
-    return {**single, **accelerator_pages(), **options_pages(), **doors_pages()}
+    return {**hooks_pages(), **names_pages(), **accelerator_pages(), **options_pages(), **doors_pages()}
 
 
 def class_in(module: object, name: str) -> ast.ClassDef:
@@ -516,12 +581,21 @@ def hook_section(hook: ast.FunctionDef) -> str:
 
 
 def public_members(node: ast.ClassDef) -> dict[str, str]:
-    """The section of each public method, property (written as one, or by `shown`) and second name of a class."""
+    """The section of each public method, property (written as one, or by `shown`) and second name of a class.
+
+    Hooks are left out: they stand on the pages of hooks.
+    """
     sections: dict[str, str] = {}
     for item in node.body:
         if isinstance(item, ast.FunctionDef) and not item.name.startswith("_"):
-            sections[item.name] = member_section(item)
-        elif isinstance(item, ast.Assign) and isinstance(item.targets[0], ast.Name):
+            if "hookimpl" not in map(ast.unparse, item.decorator_list):
+                sections[item.name] = member_section(item)
+        elif (
+            isinstance(item, ast.Assign)
+            and isinstance(item.targets[0], ast.Name)
+            and isinstance(item.value, ast.Name | ast.Attribute)
+            and not ast.unparse(item.value)[0].isupper()
+        ):
             name = item.targets[0].id
             if not name.startswith("_") and not name.isupper():
                 sections[name] = f"### {name}\n\nAnother name of `{ast.unparse(item.value)}`.\n"

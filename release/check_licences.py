@@ -13,19 +13,23 @@ REFUSED = re.compile(
 )
 """Licences whose conditions would reach what is built on the packages, and those that forbid uses."""
 
+SILENT = {"torchao": "BSD-3-Clause"}
+"""Licences by the file in the wheel, where the metadata say none."""
+
 
 def licence_of(distribution: metadata.Distribution) -> str:
-    """What its metadata say: the expression, else the classifiers, else the first line of the old field."""
+    """What its metadata say: the expression, else the classifiers, else the first line of the old field, else SILENT."""
     about = distribution.metadata
     classified = [
         each.rpartition(" :: ")[2] for each in about.get_all("Classifier") or [] if each.startswith("License ::")
     ]
-    return about["License-Expression"] or ", ".join(classified) or (about["License"] or "").partition("\n")[0]
+    told = about["License-Expression"] or ", ".join(classified) or (about["License"] or "").partition("\n")[0]
+    return told or SILENT.get(about["Name"], "")
 
 
 def is_refused(licence: str) -> bool:
-    """Whether none of the licences to choose from will do."""
-    return all(REFUSED.search(each) for each in re.split(r",| OR ", licence))
+    """Whether none of the licences to choose from will do, or none is named."""
+    return not licence or all(REFUSED.search(each) for each in re.split(r",| OR ", licence))
 
 
 def main() -> None:

@@ -442,14 +442,14 @@ def test_ci_runs_the_test_command_of_the_readme():
     assert list(COMMANDS)[-1] == lines[-1]
 
 
-def test_what_only_full_runs_stands_in_contributing_with_its_reason():
+def test_what_only_full_runs_stands_on_its_page_with_its_reason():
     """Every file with tests that are marked `full` has a row in the table, and every row such a file."""
     marked = {
         path.name for path in TESTS if re.search(r"mark\.full\b|sampled\(CAUGHT_BY\)", path.read_text(encoding="utf-8"))
     }
     marked -= {Path(__file__).name, "covering.py"}
-    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (.+?) \| .+ \|$", text.partition("### What only `nox -s full` runs")[2], re.MULTILINE)
+    text = (ROOT / "docs/explanation/long-tests.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (.+?) \| .+ \|$", text, re.MULTILINE)
     named = [name for row in rows for name in re.findall(r"`(test_\w+\.py)`", row)]
     assert sorted(named) == sorted(marked)
 

@@ -78,7 +78,7 @@ class PreparationMethods(AcceleratorParts):
         value = flag("even_batches", even, "", None).value
         self._accumulation.refuse_in_window("even_batches", even)
         if self.even_batches is None:
-            raise AttributeError("even_batches was assigned, but the loader component has none. Install accel-data.")
+            raise AttributeError("even_batches was assigned, but the loader component has none. accel-data's has.")
         self._parts.loader.even_batches = value  # type: ignore[attr-defined]
 
     @property
