@@ -217,9 +217,10 @@ class Shutdown:
         if left <= timedelta(0):
             return  # out of patience, which has been said, or in a hurry
         try:
-            self._store.set(f"{word}/{self._rank}", "")
+            if self._store.add(word, 1) == self._size:  # one key to wait for: each rank's would be size² of them at the store
+                self._store.set(f"all {word}", "")
             if wait:
-                self._store.wait([f"{word}/{rank}" for rank in range(self._size)], left)
+                self._store.wait([f"all {word}"], left)
         except dist.DistError as error:
             self._deadline = time.monotonic()
             reason, seconds = str(error).partition("\n")[0], PATIENCE.total_seconds()
