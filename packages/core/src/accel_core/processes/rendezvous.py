@@ -217,9 +217,8 @@ class Shutdown:
         if left <= timedelta(0):
             return  # out of patience, which has been said, or in a hurry
         try:
-            if (
-                self._store.add(word, 1) == self._size
-            ):  # one key to wait for: each rank's would be size² of them at the store
+            # One key to wait for: with a key of each rank, the store would look at size² of them.
+            if self._store.add(word, 1) == self._size:
                 self._store.set(f"all {word}", "")
             if wait:
                 self._store.wait([f"all {word}"], left)
