@@ -570,7 +570,7 @@ class TestTransformers:
         status, _, error = command(capsys, "someone/their-model")
         assert status == 2
         assert "'someone/their-model' is neither a file nor a folder here" in error
-        assert "Expected a folder, a config.json, module:callable" in error
+        assert "Expected a folder, a config.json, a name on the Hugging Face Hub, or module:function" in error
 
     @pytest.mark.parametrize(
         ("text", "message"),

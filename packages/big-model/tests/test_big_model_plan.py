@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -132,6 +133,7 @@ def test_the_command_writes_a_configuration_into_a_new_file(tmp_path, capsys):
     assert f"accel launch --config-file {file} train.py" in capsys.readouterr().out
     lines = [line for line in file.read_text().splitlines() if not line.startswith("#")]
     assert lines == ["num_processes: 2", "mixed_precision: no", "strategy: ddp"]
+    assert f"accel plan {shlex.join([*MODEL, *known])}" in file.read_text()  # so that it can be repeated
     assert main([*MODEL, *known]) == NO_ANSWER
     assert "exists. Give another path to --output" in capsys.readouterr().err
 

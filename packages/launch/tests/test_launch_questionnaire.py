@@ -195,7 +195,7 @@ def test_older_files_and_interruptions(tmp_path: Path):
         for name in ("num_machines", "num_processes", "strategy", "mixed_precision", "gradient_accumulation_steps"):
             opened.answer(name)
         opened.answer("log_with")
-        opened.wait_for(r"^ *none +defaults hold")
+        opened.wait_for(r"^ *none +all answers are defaults")
         opened.answer("Write this to", DOWN * 2)
         opened.wait_for(r"Nothing was written\.\n\[new.yaml ended with 1\]")
         assert not new.exists()

@@ -53,15 +53,15 @@ class Accelerator(CheckpointMethods, RecordingMethods, LoopMethods, CollectiveMe
     Args:
         device_placement: move models and batches to the device.
         split_batches: divide the batch of a loader among the processes. Otherwise each gets a whole batch.
-        mixed_precision: dtypes to compute in: "no", the name of an installed precision, or a `Precision`. Not
-            given: ACCELERATE_MIXED_PRECISION, else "no".
-        gradient_accumulation_steps: number of micro-batches for each step of the optimizer, at least 1. Not
-            given: ACCELERATE_GRADIENT_ACCUMULATION_STEPS, else 1.
+        mixed_precision: number format to compute in: "no" for full precision, the name of an installed
+            precision, or a `Precision`. Not given: ACCELERATE_MIXED_PRECISION, else "no".
+        gradient_accumulation_steps: number of small batches whose gradients are added up before the weights
+            change, at least 1. Not given: ACCELERATE_GRADIENT_ACCUMULATION_STEPS, else 1.
         cpu: train on the CPU even if there is an accelerator. Not given: ACCELERATE_USE_CPU, else False.
-        strategy: way to distribute training: the name of an installed one, or a `Strategy`; `<name>_plugin=`
-            is an older name. Not given: ACCELERATE_STRATEGY, else "ddp", or "single" for one process.
-        loader: way to load data: the name of an installed loader component, or an object. Not given:
-            ACCELERATE_LOADER, else "sharded" if installed, else the loader of the core, for one process.
+        strategy: way to divide the training among processes: the name of an installed one, or a `Strategy`.
+            Not given: ACCELERATE_STRATEGY, else "ddp", or "single" for one process.
+        loader: way to give each process its part of the data: the name of an installed loader, or an object. Not
+            given: ACCELERATE_LOADER, else "sharded" if installed, else that of the core, for one process.
         plugins: objects with further hooks, such as observers.
         dataloader_config: all options of the loader as one object, as accel-data's `DataLoaderConfiguration`.
         dispatch_batches: let one process read the data and send the others their parts.
@@ -75,14 +75,14 @@ class Accelerator(CheckpointMethods, RecordingMethods, LoopMethods, CollectiveMe
         step_scheduler_per_process: True: one `scheduler.step()` makes one step per process (unless
             `split_batches`), for schedules whose length was computed for one process.
         kwargs_handlers: option objects, at most one of a class, such as `AutocastKwargs`.
-        dynamo_backend: backend of `torch.compile` for models. Not given: ACCELERATE_DYNAMO_BACKEND, else "no".
+        dynamo_backend: compiler for models, such as "inductor". Not given: ACCELERATE_DYNAMO_BACKEND, else "no".
         dynamo_plugin: further options of `torch.compile`, instead of the backend.
-        project_dir: folder of the project. Not given: ACCELERATE_PROJECT_DIR, else none.
+        project_dir: folder for what a run writes. Not given: ACCELERATE_PROJECT_DIR, else none.
         project_config: where the project keeps what it writes; its folder agrees with `project_dir`.
-        detect_nonfinite: look for the first value that is inf or nan. If a loss or gradient is, the window
-            runs again and all processes raise `NonFiniteError` with module, process, step and samples. Costs
-            a collective per window. Not given: ACCELERATE_DETECT_NONFINITE, else False.
-        log_with: trackers that record the run: the name of an installed one, a `Tracker`, a list of these, or
+        detect_nonfinite: stop at the first value that is inf or nan: `NonFiniteError` names the module, process,
+            step and samples. Costs a collective for each window, which runs again to find the value. Not
+            given: ACCELERATE_DETECT_NONFINITE, else False.
+        log_with: services and files that record the run: names of installed trackers, `Tracker` objects, or
             "all" for every one that works here. Not given: ACCELERATE_LOG_WITH, else none.
 
     Raises:

@@ -55,7 +55,7 @@ _NOTHING = contextlib.nullcontext()
 
 
 class FSDP(Strategy):
-    """Fully sharded data parallelism, with replicas, tensor and context parallelism.
+    """Divides the model among all devices: fully sharded data parallelism, and more dimensions.
 
     `replicate * shard * context_parallel * tensor_parallel` is the number of processes; the number
     of shards follows, if it is not given.

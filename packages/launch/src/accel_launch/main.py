@@ -90,8 +90,8 @@ def _help() -> None:
     offers = list_offers("accel.commands")
     say(f"{_USAGE}\n\nConfigures, starts and checks training runs on any number of processes and machines.\n")
     table(("command", "what it does", "from"), [_row(offer, offers) for offer in offers])
-    say("\n`accel COMMAND -h` describes one command. --traceback shows where an error was raised.")
-    say("`accel completion -h` tells how Tab completes commands in bash, zsh and fish.")
+    say("\n`accel COMMAND -h` describes one command. --traceback shows the line of code that failed.")
+    say("`accel completion -h` says how to set up Tab completion in bash, zsh and fish.")
 
 
 def _row(offer: Offer, offers: Sequence[Offer]) -> tuple[str, str, str]:

@@ -34,9 +34,9 @@ class LaunchOptions:
         monitor_interval: seconds between two checks whether the processes are alive.
         shutdown_timeout: seconds that processes get to end by themselves before they are killed.
         meeting_timeout: time that a machine waits for the others.
-        rdzv_backend: way in which machines meet. None: by machine_rank. Other values are backends
-            of torch's rendezvous, such as "c10d", which numbers machines as they arrive and lets
-            them join and leave.
+        rdzv_backend: way in which machines meet. None: by machine_rank. "c10d" numbers machines as
+            they arrive, and lets them join and leave; other backends of torch's rendezvous work
+            too.
         rdzv_endpoint: address of torch's rendezvous, as host:port. None: main_process_ip and
             main_process_port.
         rdzv_id: name of the job in torch's rendezvous, the same on all machines.
@@ -46,9 +46,9 @@ class LaunchOptions:
         local_addr: address at which the other machines reach this one. None: its host name.
         log_dir: folder for the output of the processes.
         redirects: output that goes to files in log_dir instead of the console: 0 nothing, 1
-            standard output, 2 errors, 3 both. "0:3,1:2" sets it for single processes of this
-            machine.
-        tee: output that goes to files and to the console, in the notation of redirects.
+            standard output, 2 errors, 3 both. "0:3,1:2" sets it for processes 0 and 1 of
+            this machine.
+        tee: output that goes to files and to the console, written as for redirects.
         local_ranks_filter: numbers of the processes of this machine that print to the console.
             None: all.
         log_line_prefix_template: text before each console line of a process that tee names. It may
@@ -56,9 +56,9 @@ class LaunchOptions:
         role: name of the processes in their output.
         numa_binding: CPU cores on which a process may run: "node" and "socket" are all cores near
             its accelerator, "exclusive" and "core-complex" a part of them.
-        debug: compare every collective call of all processes before it runs, and report
+        debug: compare what all processes are about to send each other, and report
             differences. Slow.
-        log_level: least important messages that the loggers of `accel_core.get_logger` show.
+        log_level: least important messages to show.
     """
 
     num_processes: int | None = None

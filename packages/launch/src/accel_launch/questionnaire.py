@@ -126,7 +126,7 @@ def _converse(catalog: Catalog, path: Path, before: Answers) -> int:
                 say(note, DOUBTFUL)
             ways = ["write", "answer again", "leave"]
         rows = [(key, _shown(value)) for key, value in answers.items()]
-        table(("option", "value"), rows or [("none", "defaults hold")])
+        table(("option", "value"), rows or [("none", "all answers are defaults")])
         picked = questionary.select(f"Write this to {path}?", ways).unsafe_ask()
         if picked == "write":
             return _write(catalog, path, answers)

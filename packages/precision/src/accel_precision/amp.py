@@ -107,7 +107,7 @@ class ScaledPrecision(HalfPrecision):
 
 
 class BF16(HalfPrecision):
-    """`mixed_precision="bf16"`: matrix products in bfloat16, all else as it is.
+    """Matrix products in bfloat16, everything else as it is: `mixed_precision="bf16"`.
 
     Args:
         output_dtype: dtype to which the floating-point results of the model are cast, so that
@@ -122,15 +122,16 @@ class BF16(HalfPrecision):
 
 
 class BF16True(HalfPrecision):
-    """`mixed_precision="bf16-true"`: parameters, gradients, states and products in bfloat16.
+    """Parameters, gradients, states and products in bfloat16: `mixed_precision="bf16-true"`.
 
     Half the memory. Updates that are smaller than 1/256 of a parameter are lost, unless the
     optimizer rounds them by chance or keeps what is left over. Floating inputs of the model are
     cast; integers are not.
 
     Args:
-        output_dtype: as for `BF16`.
-        reduce_dtype: as for `BF16`.
+        output_dtype: dtype to which the floating-point results of the model are cast. None leaves them
+            as they are, at no cost.
+        reduce_dtype: dtype in which ranks exchange gradients; None: their own.
     """
 
     def __init__(
@@ -140,11 +141,12 @@ class BF16True(HalfPrecision):
 
 
 class FP16(ScaledPrecision):
-    """`mixed_precision="fp16"`: matrix products in float16 with loss scaling, all else as it is.
+    """Matrix products in float16 with loss scaling, all else as it is: `mixed_precision="fp16"`.
 
     Args:
-        output_dtype: as for `BF16`.
-        reduce_dtype: as for `BF16`.
+        output_dtype: dtype to which the floating-point results of the model are cast. None leaves them
+            as they are, at no cost.
+        reduce_dtype: dtype in which ranks exchange gradients; None: their own.
         init_scale: first factor by which losses are multiplied, above 0.
         growth_factor: factor by which the scale grows after `growth_interval` steps in a row
             without overflow, above 1.
@@ -163,20 +165,22 @@ class FP16(ScaledPrecision):
 
 
 class FP16True(ScaledPrecision):
-    """`mixed_precision="fp16-true"`: parameters, gradients and states in float16, losses scaled.
+    """Parameters, gradients, states in float16, losses scaled: `mixed_precision="fp16-true"`.
 
     Half the memory, and for small or careful models only: gradients are float16 after unscaling
     too, so what is below 6e-8 is lost before the step, and an optimizer's epsilon below that is
     zero. Floating inputs of the model are cast; integers are not.
 
     Args:
-        output_dtype: as for `BF16`.
-        reduce_dtype: as for `BF16`.
-        init_scale: as for `FP16`, as the following.
-        growth_factor: factor by which the scale grows.
-        backoff_factor: factor by which the scale shrinks.
-        growth_interval: number of steps.
-        enabled: scale losses.
+        output_dtype: dtype to which the floating-point results of the model are cast. None leaves them
+            as they are, at no cost.
+        reduce_dtype: dtype in which ranks exchange gradients; None: their own.
+        init_scale: first factor by which losses are multiplied, above 0.
+        growth_factor: factor by which the scale grows after `growth_interval` steps in a row
+            without overflow, above 1.
+        backoff_factor: factor by which the scale shrinks after an overflow, between 0 and 1.
+        growth_interval: number of steps, at least 1.
+        enabled: scale losses, and skip steps that overflow. False does neither.
 
     Raises:
         ValueError: for a value out of its range.

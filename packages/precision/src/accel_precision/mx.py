@@ -35,7 +35,7 @@ _REMEDIES = {
 
 
 class MXFP8(Precision):
-    """Matrix products of linear layers in MXFP8 by torchao, on top of bf16, as `FP8`.
+    """Matrix products of linear layers in MXFP8 by torchao; everything else as with bf16.
 
     All linear layers are converted whose two sizes are divisible by 32, except the first and the
     last one. Parameters, names and checkpoints stay those of the ordinary model. Products need

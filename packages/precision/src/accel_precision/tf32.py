@@ -12,7 +12,7 @@ from accel_core import Precision, World, hookimpl
 
 
 class TF32(Precision):
-    """`mixed_precision="tf32"`: all in float32, but for the factors of matrix products.
+    """Everything in float32 but the factors of matrix products: `mixed_precision="tf32"`.
 
     These are rounded to 10 bits after the point, and keep the range of float32. Sets
     `torch.set_float32_matmul_precision("high")`, which holds for the whole process, until the last

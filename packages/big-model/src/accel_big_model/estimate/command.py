@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 FINE, NO_ANSWER = 0, 2  # exit statuses
 
-_EPILOG = """The model is a folder with config.json or *.safetensors, a config.json of transformers, module:callable (a class or
-function of yours, which returns a model), or a name on the hub. No memory is allocated for the model. Peaks do not include
+_EPILOG = """The model is a folder with config.json or *.safetensors, a config.json of transformers, module:function (a function or
+class of yours that returns a model), or a name on the Hugging Face Hub. No memory is allocated for the model. Peaks do not include
 the process itself, its libraries, and temporary memory inside of kernels."""
 _HEADER = (
     "dtype",
@@ -57,7 +57,11 @@ def parser() -> argparse.ArgumentParser:
     """The arguments of this command."""
     page = argparse.ArgumentParser(prog="accel estimate-memory", description=main.__doc__, epilog=_EPILOG)
     add = page.add_argument
-    add("model_name", metavar="MODEL", help="a folder, a config.json, module:callable, or a name on the hub")
+    add(
+        "model_name",
+        metavar="MODEL",
+        help="a folder, a config.json, a name on the Hugging Face Hub, or module:function in your code",
+    )
     add("--library_name", "--library-name", choices=("transformers",), help="library that defines the model")
     add(
         "--dtypes",
@@ -79,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
     add("--batch", type=int, default=1, metavar="ROWS", help="number of rows in the batch of one process (default: 1)")
     add("--sequence", type=int, metavar="N", help="tokens in a row (default: 2048, or the most that the model takes)")
     add("--input", metavar="SHAPE", help="shape of one row, such as 3x224x224; or module:function that returns a batch")
-    add("--arguments", default="{}", metavar="JSON", help="arguments of module:callable, such as '{\"layers\": 4}'")
+    add("--arguments", default="{}", metavar="JSON", help="arguments of module:function, such as '{\"layers\": 4}'")
     add(
         "--memory",
         default="80GiB",
@@ -88,7 +92,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--device",
         default="accelerator",
-        help="accelerator (default), or cpu, where only the used part of DeepSpeed's buckets counts",
+        help="kind of device to estimate for: accelerator (default), or cpu",
     )
     add(
         "--activation-checkpointing",

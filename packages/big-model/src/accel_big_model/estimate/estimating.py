@@ -54,7 +54,7 @@ def estimate_memory(
 
     Args:
         model: of any device; built in `init_empty_weights()`, for one that does not fit here. Or
-            what `accel estimate-memory` takes: a folder, a config.json, "module:callable", a name
+            what `accel estimate-memory` takes: a folder, a config.json, "module:function", a name
             on the hub.
         batch: what the model takes on one rank: a tensor, a tuple of positional or a dictionary of
             named arguments, on any device; only shapes and dtypes count. None: activations are

@@ -18,7 +18,7 @@ from accel_big_model.meta_init import init_empty_weights
 from accel_core import NotInstalledError
 
 _CONFIG = "config.json"
-_KINDS = "a folder, a config.json, module:callable, or a name on the hub"
+_KINDS = "a folder, a config.json, a name on the Hugging Face Hub, or module:function"
 
 
 def open_model(
@@ -70,7 +70,7 @@ def _transformers(asked: str) -> Any:
     except ImportError as error:
         raise NotInstalledError(
             f"{asked}, which takes transformers, and that is not installed. Type: pip install transformers. Without it, give a "
-            f"folder of *.safetensors, or module:callable."
+            f"folder of *.safetensors, or module:function."
         ) from error
     return transformers
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
 
 FITS, NOTHING_FITS, NO_ANSWER = 0, 1, 2  # exit statuses
 
-_EPILOG = """The model is a folder with config.json, a config.json of transformers, module:callable (a class or function of
-yours, which returns a model), or a name on the hub. Nothing is trained, and no memory is allocated for the model. These ways are tried,
+_EPILOG = """The model is a folder with config.json, a config.json of transformers, module:function (a function or class
+of yours that returns a model), or a name on the Hugging Face Hub. Nothing is trained, and no memory is allocated for the model. These ways are tried,
 simplest first: one copy on each device (ddp); one copy sharded over all devices (fsdp); the same with activation checkpointing, which
 recomputes activations instead of keeping them; the same with weights in main memory (CPU offload).
 
@@ -40,11 +41,12 @@ exit status: 0 a way fits; 1 none fits, with advice; 2 no answer, with the reaso
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Find a way to train a model on the devices that you have, and write its configuration."""
-    given = parser().parse_args(arguments)
+    typed = sys.argv[1:] if arguments is None else arguments
+    given = parser().parse_args(typed)
     try:
         plan = _planned(given)
         if plan.chosen and given.output:
-            write_configuration(plan, Path(given.output), f"accel plan {given.model}\n{as_text(plan)}")
+            write_configuration(plan, Path(given.output), f"accel plan {shlex.join(typed)}\n{as_text(plan)}")
     except (ValueError, NotInstalledError, OSError) as error:
         print(error, file=sys.stderr)  # noqa: T201
         return NO_ANSWER
@@ -61,7 +63,11 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = page.add_argument
-    add("model", metavar="MODEL", help="a folder, a config.json, module:callable, or a name on the hub")
+    add(
+        "model",
+        metavar="MODEL",
+        help="a folder, a config.json, a name on the Hugging Face Hub, or module:function in your code",
+    )
     add("--devices", type=int, metavar="N", help="number of accelerators (default: those of this machine)")
     add("--memory", metavar="SIZE", help="memory of each, such as 80GiB (default: that of the smallest here)")
     add("--room", type=float, default=ROOM, metavar="PART", help="fraction of the memory to keep free (default: 0.1)")
@@ -71,7 +77,7 @@ def parser() -> argparse.ArgumentParser:
     add("--batch", type=int, default=1, metavar="ROWS", help="number of rows in the batch of one device (default: 1)")
     add("--sequence", type=int, metavar="N", help="tokens in a row (default: 2048, or the most that the model takes)")
     add("--input", metavar="SHAPE", help="shape of one row, such as 3x224x224; or module:function that returns a batch")
-    add("--arguments", default="{}", metavar="JSON", help="arguments of module:callable, such as '{\"layers\": 4}'")
+    add("--arguments", default="{}", metavar="JSON", help="arguments of module:function, such as '{\"layers\": 4}'")
     add("--trust-remote-code", action="store_true", help="execute code that comes with a model on the hub")
     add("--output", metavar="FILE", help="write the configuration for accel launch --config-file to this new file")
     add("--json", action="store_true", help="print JSON: all sizes in bytes")

@@ -31,7 +31,7 @@ Report = Callable[[str], None]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Show or verify checkpoints that save_state() wrote."""
+    """Show what a saved run contains, or verify its files."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given[:1] == ["import"]:
         from accel_checkpoint.importing import command
@@ -51,10 +51,8 @@ def parser() -> argparse.ArgumentParser:
     """The arguments of this command."""
     epilog = "`accel checkpoint import SOURCE TARGET` converts a checkpoint of another library; `accel checkpoint import -h` says more."
     page = argparse.ArgumentParser(prog="accel checkpoint", description=main.__doc__, epilog=epilog)
-    page.add_argument(
-        "folder", type=Path, metavar="FOLDER", help="a checkpoint, or a folder with checkpoint_<n> folders"
-    )
-    page.add_argument("--verify", action="store_true", help="read everything and check every hash")
+    page.add_argument("folder", type=Path, metavar="FOLDER", help="a checkpoint, or a folder of checkpoints")
+    page.add_argument("--verify", action="store_true", help="read all files and look for damage")
     page.add_argument("--record", action="store_true", help="show everything recorded about the run and its settings")
     page.add_argument("--json", action="store_true", help="print JSON, with the record")
     return page

@@ -69,7 +69,7 @@ class Precision(ABC):  # noqa: B024  (nothing is mandatory but the policy)
 
 
 class FullPrecision(Precision):
-    """`mixed_precision="no"`: everything stays in the dtype that the user gave it."""
+    """Everything stays in the dtype that the user gave it: `mixed_precision="no"`."""
 
 
 _POLICY = "_accel_policy"

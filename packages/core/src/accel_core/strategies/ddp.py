@@ -50,7 +50,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
 
 class DDP(Strategy):
-    """Distributed data parallelism. The options are of torch's wrapper and communication hooks.
+    """A whole copy of the model in each process; gradients are averaged. Distributed data parallelism.
 
     Args:
         broadcast_buffers: take buffers from process 0 at each synchronising forward.

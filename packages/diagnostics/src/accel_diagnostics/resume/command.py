@@ -105,7 +105,7 @@ def parser() -> argparse.ArgumentParser:
         "--kill-step",
         type=int,
         metavar="STEP",
-        help="the step in which the second run is killed (default: after a save, in the middle)",
+        help="the step in which the second run is killed (default: one after a save, near the middle)",
     )
     add(
         "--launch-arguments",
@@ -113,7 +113,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="TEXT",
         help="options of accel launch, such as '--config-file my.yaml'",
     )
-    add("-m", "--module", action="store_true", help="run a module, as python -m does")
+    add("-m", "--module", action="store_true", help="SCRIPT is the name of a module")
     add(
         "--own-directory",
         action="store_true",
@@ -126,6 +126,6 @@ def parser() -> argparse.ArgumentParser:
         metavar="X",
         help="largest relative difference if the third run has another number of processes (default: 1e-3)",
     )
-    add("--keep", metavar="FOLDER", help="keep journals, output and checkpoints of all runs in this new folder")
+    add("--keep", metavar="FOLDER", help="keep what was recorded, printed and saved by all runs in this new folder")
     add("--json", action="store_true", help="print JSON")
     return page

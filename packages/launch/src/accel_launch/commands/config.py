@@ -23,8 +23,8 @@ from accel_launch.settings.files import chosen_path, load, own_path, write
 from accel_launch.settings.resolution import resolve
 from accel_launch.starting.devices import find_accelerators
 
-_HELP = Switch("this", short="h")
-_TARGET: Mapping[str, Switch] = {"config_file": Switch("the file, instead of the user's own", "PATH"), "help": _HELP}
+_HELP = Switch("show this page", short="h")
+_TARGET: Mapping[str, Switch] = {"config_file": Switch("file to write; otherwise your own", "PATH"), "help": _HELP}
 _TO_WRITE: Mapping[str, Switch] = {**_TARGET, "force": Switch("replace a file that is there already")}
 _TO_READ: Mapping[str, Switch] = {"config_file": CONFIG_FILE, "help": _HELP}
 
@@ -204,11 +204,11 @@ def _target(command_line: CommandLine) -> Path:
 
 
 PARTS: Mapping[str, Part] = {
-    "": Part(_ask, _TARGET, "Asks ten questions and writes the configuration file."),
+    "": Part(_ask, _TARGET, "Ask ten questions and write the configuration file."),
     "default": Part(
         _write_default,
         {**_TO_WRITE, "help": HELP},
-        "Writes a file that suits this machine, without questions; takes options.",
+        "Write a file that suits this machine, without questions. Takes the options of `accel launch`.",
         takes_options=True,
     ),
     "show": Part(
@@ -219,11 +219,11 @@ PARTS: Mapping[str, Part] = {
             "config_file": CONFIG_FILE,
             "help": HELP,
         },
-        "Shows the options that were given: value, and the source of the value; takes the options of `accel launch`.",
+        "Show what is set, and where it was set. Takes the options of `accel launch`.",
         takes_options=True,
     ),
-    "validate": Part(_validate, _TO_READ, "Checks a file and lists all mistakes in it.", "[FILE]"),
-    "path": Part(_path, _TO_READ, "Prints the path of the file."),
-    "import": Part(_import, _TO_WRITE, "Translates a configuration file of Accelerate.", "[FILE]"),
+    "validate": Part(_validate, _TO_READ, "Check a file and list all mistakes in it.", "[FILE]"),
+    "path": Part(_path, _TO_READ, "Print the path of the file."),
+    "import": Part(_import, _TO_WRITE, "Convert a configuration file of Accelerate.", "[FILE]"),
 }
 """The subcommands; the one without a name is `accel config` itself."""

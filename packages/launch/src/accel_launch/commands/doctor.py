@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 
 SWITCHES: Mapping[str, Switch] = {
     "json": Switch("print what was found as JSON"),
-    "patience": Switch(
-        "how long ranks try to reach each other before they are said to be stuck; 60 if not given", "SECONDS"
-    ),
+    "patience": Switch("seconds to wait for a connection between processes (default: 60)", "SECONDS"),
     "config_file": CONFIG_FILE,
     "help": HELP,
 }

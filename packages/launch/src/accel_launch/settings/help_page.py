@@ -163,7 +163,7 @@ def _kind(kind: Any) -> str:
 
 def _components(catalog: Catalog, usage: str) -> str:
     command = usage.partition(" [")[0]
-    flags = [f"--{name}".replace("_", "-") for role in CHOOSING for name in catalog.names(role)]
+    flags = [f"--{name}".replace("_", "-") for role in CHOOSING for name in catalog.names(role) if name != "no"]
     example = next((name for name in catalog.names("strategy") if name not in DEFAULT_STRATEGIES), "ddp")
     several = [name for role in SEVERAL for name in catalog.names(role)]
     always = ", ".join(f"--{name}".replace("_", "-") for name in (*SECTIONS, *catalog.names("loader"), *several))

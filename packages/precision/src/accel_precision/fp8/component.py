@@ -34,7 +34,7 @@ _EXTRAS: Mapping[Backend, str] = {"torchao": "torchao", "transformer_engine": "t
 
 
 class FP8(Precision):
-    """Matrix products of linear layers in fp8; everything else as under `mixed_precision="bf16"`.
+    """Matrix products of linear layers in fp8; everything else as with bf16.
 
         accelerator = Accelerator(mixed_precision="fp8")
         accelerator = Accelerator(mixed_precision=FP8("rowwise", skip=["lm_head"]))
