@@ -217,7 +217,7 @@ def test_help_shows_every_option_in_groups(capsys, monkeypatch):
 def test_help_behind_a_component_is_about_its_options_alone(capsys):
     assert launch.main(["--fsdp", "-h"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "Fully sharded data parallelism, with replicas" in shown
+    assert "Fully sharded data parallelism: divides a model" in shown
     assert "--fsdp.cpu-offload keep parameters, gradients" in shown
     joined = "".join(shown.split())  # a line may break at a hyphen
     assert "[or--fsdp.no-cpu-offload;default:false;ACCELERATE_FSDP__CPU_OFFLOAD]" in joined

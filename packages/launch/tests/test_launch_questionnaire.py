@@ -59,7 +59,7 @@ def test_the_file_that_the_questionnaire_writes_launches_the_quickstart(tmp_path
         opened.wait_for(r"expected a whole number")
         opened.answer("num_machines", type_over("1"))
         opened.answer("num_processes", type_over("2"))
-        opened.wait_for_text("Fully sharded data parallelism, with")
+        opened.wait_for_text("Fully sharded data parallelism: divides")
         offered = sorted({point.name for point in metadata.entry_points(group="accel.strategies")})
         opened.answer("strategy", DOWN * (1 + offered.index("fsdp")))
         opened.answer("mixed_precision")

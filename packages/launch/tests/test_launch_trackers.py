@@ -198,7 +198,7 @@ def test_help_says_what_is_installed_and_shows_the_options_of_a_tracker(catalog,
     monkeypatch.setattr(launch, "Catalog", lambda: catalog)
     assert launch.main(["-h"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "--log-with NAME,... trackers that record the run" in shown
+    assert "--log-with NAME,... services and files that record the run" in shown
     assert "[installed: diary, slate, puzzle, torn]" in shown
     assert "--diary, --slate" in shown
     assert launch.main(["--diary", "-h"]) == 0

@@ -55,7 +55,7 @@ _NOTHING = contextlib.nullcontext()
 
 
 class FSDP(Strategy):
-    """Divides the model among all devices: fully sharded data parallelism, and more dimensions.
+    """Fully sharded data parallelism: divides a model that is too large for one device.
 
     `replicate * shard * context_parallel * tensor_parallel` is the number of processes; the number
     of shards follows, if it is not given.

@@ -50,7 +50,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
 
 class DDP(Strategy):
-    """A whole copy of the model in each process; gradients are averaged. Distributed data parallelism.
+    """Distributed data parallelism: a whole copy of the model in each process, gradients averaged.
 
     Args:
         broadcast_buffers: take buffers from process 0 at each synchronising forward.
