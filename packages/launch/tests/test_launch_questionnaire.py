@@ -75,7 +75,7 @@ def test_the_file_that_the_questionnaire_writes_launches_the_quickstart(tmp_path
     assert "cpu:" not in text, "there is no accelerator that it could leave out"
     assert f"accel launch --config-file {path} script.py".replace(" ", "") in "".join(text.split())
     assert read(path).data == {"num_processes": 2, "strategy": "fsdp"}
-    assert "# processes of the whole run" in path.read_text()
+    assert "# number of processes in the whole run" in path.read_text()
 
     run = subprocess.run(
         [
