@@ -412,8 +412,8 @@ def links(found: Iterable[str]) -> str:
 
 def by_door(kind: str, rows: Iterable[tuple[str, str]]) -> str:
     """The page that lists all classes, or all pages with functions."""
-    lines = [f"| {door} | {pages} |" for door, pages in rows]
-    return "\n".join([f"{WRITTEN}\n# {kind}\n", f"| Door | {kind} |", "|---|---|", *lines, ""])
+    lines = [f"- {door}: {pages}" for door, pages in rows]
+    return "\n".join([f"{WRITTEN}\n# {kind}\n", f"{kind} by [door](doors.md):\n", *lines, ""])
 
 
 def classes_of(door: ModuleType) -> dict[str, type]:
