@@ -229,6 +229,13 @@ def docs(session: nox.Session) -> None:
 
 
 @nox.session
+def links(session: nox.Session) -> None:
+    """Asks every address outside of the repository that a page links to whether it answers. Needs the network."""
+    install(session, [], *GROUPS["docs"])
+    session.run("sphinx-build", "--quiet", "--keep-going", "-b", "linkcheck", "-c", "docs", ".", "build/links")
+
+
+@nox.session
 def hello(session: nox.Session) -> None:
     """Distributions as third parties write them: their wheels beside that of the core, and their own tests.
 

@@ -26,6 +26,7 @@ include_patterns = [
 ]
 exclude_patterns = ["docs/menu.md", "build", ".nox", "**/.*", "**/node_modules"]
 myst_heading_anchors = 4  # links lead to headings, by the names that GitHub gives them
+linkcheck_ignore = [r".*OWNER_NOT_SET.*"]  # the repository has no address yet
 myst_links_external_new_tab = True
 suppress_warnings = ["myst.header"]  # a page may begin below a comment, and its headings may skip a level
 html_theme = "furo"  # brings its styles, and takes the reader's own fonts: nothing is fetched from elsewhere
