@@ -152,7 +152,7 @@ def first_generation(script: Script) -> Iterator[Finding]:
                     call,
                     "fsdp-option",
                     f"{each.arg} is an option of torch's first FSDP.",
-                    f"a ValueError, for there is one FSDP, fully_shard: {_FIRST_FSDP[each.arg]}.",
+                    f"a ValueError, because there is one FSDP, fully_shard: {_FIRST_FSDP[each.arg]}.",
                 )
 
 

@@ -60,7 +60,7 @@ def as_text(outcome: Outcome) -> str:
     rows = [(each.part, _state(each.state, each.largest), each.detail) for each in outcome.comparison.verdicts]
     lines += ["", format_table(("what", "", ""), rows), ""]
     if outcome.ignored:
-        lines.append(f"Not compared, for they differ between uninterrupted runs too: {', '.join(outcome.ignored)}.")
+        lines.append(f"Not compared, because they differ between uninterrupted runs too: {', '.join(outcome.ignored)}.")
     lines += _first(outcome.comparison.first) if outcome.comparison.first else [_exact(outcome)]
     if any(each.accelerators > 1 for each in whole.journals):
         lines.append("The script builds several Accelerators; the first alone was observed.")

@@ -98,7 +98,7 @@ def result_of(call: str, told: Told | None) -> Any:
         return None
     if told.result is None:
         warnings.warn(
-            f"{call} has ended, and what its function returned stays with rank 0, for it cannot be sent here: "
+            f"{call} has ended, and what its function returned stays with rank 0, because it cannot be sent here: "
             f"{told.text}. None is returned. Return plain data or tensors; save a model with the Accelerator.",
             stacklevel=5,  # the line that calls the launcher
         )
