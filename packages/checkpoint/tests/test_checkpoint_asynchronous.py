@@ -102,20 +102,28 @@ def interruptible():
 
 
 @contextmanager
-def held_threads(seconds=0.0):
-    """Threads that start in the block go on when the event is set that this gives: at its end, or after some seconds."""
+def held_threads(seconds=0.0, saved=None):
+    """Threads that start in the block go on when the event is set that this gives: at its end, or some seconds after it began or `saved`."""
     go_on = threading.Event()
-    timer = threading.Timer(seconds, go_on.set)
+
+    def release():
+        if saved is None or saved.wait(30):
+            go_on.wait(seconds)
+            go_on.set()
+
+    releasing = threading.Thread(target=release)
     if seconds:
-        timer.start()
+        releasing.start()
     threading.setprofile(lambda *_: go_on.wait(30))
     try:
         yield go_on
     finally:
         threading.setprofile(None)
         go_on.set()
+        if saved is not None:
+            saved.set()
         if seconds:
-            timer.join()
+            releasing.join()
 
 
 def saves_the_present(folder, strategy=None, **options):
@@ -168,9 +176,11 @@ def test_the_next_step_of_any_prepared_optimizer_waits_for_the_copies(first, tmp
     step(0)
     step(1)
     before = [each.weight.detach().clone() for each in layers]
-    with held_threads(0.3) as go_on:
+    saved = threading.Event()
+    with held_threads(0.3, saved) as go_on:
         accelerator.save_state(tmp_path / "a", asynchronous="lazy")
         assert not go_on.is_set()
+        saved.set()
         step(first)
         assert go_on.is_set()
     step(1 - first)
