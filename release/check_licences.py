@@ -36,7 +36,7 @@ def main() -> None:
     found = {each.metadata["Name"]: licence_of(each) for each in metadata.distributions()}
     for name, licence in sorted(found.items(), key=lambda pair: pair[0].lower()):
         print(f"{name:<32}{licence or 'nothing said'}")
-    if refused := [f"{name}: {licence}" for name, licence in found.items() if is_refused(licence)]:
+    if refused := [f"{name}: {licence or 'nothing said'}" for name, licence in found.items() if is_refused(licence)]:
         raise SystemExit("Not for everybody: " + "; ".join(refused))
 
 

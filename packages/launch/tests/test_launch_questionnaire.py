@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from launch_terminal import DOWN, INTERRUPT, Terminal
 
-from accel_launch.questionnaire import QUESTIONS, ask
+from accel_launch.questionnaire import QUESTIONS, _in_short, ask
 from accel_launch.settings.catalog import Catalog
 from accel_launch.settings.files import read
 from accel_launch.starting import devices
@@ -100,6 +100,12 @@ def test_the_file_that_the_questionnaire_writes_launches_the_quickstart(tmp_path
     )
     assert run.returncode == 0, run.stderr
     assert re.search(r"processes +2\n +distributed +FSDP\n", run.stdout)
+
+
+def test_why_something_cannot_be_chosen_is_said_in_one_sentence():
+    reason = "unusable: aim is not installed. Type: pip install 'accel-trackers[aim]'"
+    assert _in_short(reason) == "unusable: aim is not installed"
+    assert _in_short("unusable: no chalk") == "unusable: no chalk"
 
 
 def third_party(folder: Path) -> None:
@@ -195,7 +201,7 @@ def test_older_files_and_interruptions(tmp_path: Path):
         for name in ("num_machines", "num_processes", "strategy", "mixed_precision", "gradient_accumulation_steps"):
             opened.answer(name)
         opened.answer("log_with")
-        opened.wait_for(r"^ *none +all answers are defaults")
+        opened.wait_for(r"^ *none +nothing to write: all answers are defaults")
         opened.answer("Write this to", DOWN * 2)
         opened.wait_for(r"Nothing was written\.\n\[new.yaml ended with 1\]")
         assert not new.exists()

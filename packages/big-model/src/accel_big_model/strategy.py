@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Dispatch(Strategy):
-    """Spreads each model over the places that one process has, by a device map.
+    """Spreads each model over the accelerators, main memory and disk that one process has.
 
         accelerator = Accelerator(strategy=Dispatch(max_memory={0: "20GiB", "cpu": "100GiB"}))
         model = accelerator.prepare(accelerator.build_model(factory, "weights/"))
@@ -41,14 +41,14 @@ class Dispatch(Strategy):
             the other; or a map from the names of modules to places.
         max_memory: the most memory to use in each place: accelerators by number, and "cpu". None:
             all that is free.
-        offload_folder: the folder for weights that are placed on "disk". None: they stay in the
+        offload_folder: folder for weights that are placed on "disk". None: they stay in the
             files that the model is built from.
         no_split_module_classes: names of classes whose modules go to one place as a whole. None:
             those that the model itself names, as models of transformers do.
-        dtype: the dtype in which weights are read. None: the model's.
-        offload_buffers: whether buffers are offloaded, too.
+        dtype: number format in which weights are read. None: the model's.
+        offload_buffers: offload buffers, too.
         preload_module_classes: names of classes whose modules bring all their weights at once.
-        force_hooks: whether hooks are attached although everything is in one place.
+        force_hooks: attach hooks even if everything is in one place.
     """
 
     distributed_type = Single.distributed_type

@@ -77,11 +77,11 @@ class Accelerator(CheckpointMethods, RecordingMethods, LoopMethods, CollectiveMe
         kwargs_handlers: option objects, at most one of a class, such as `AutocastKwargs`.
         dynamo_backend: compiler for models, such as "inductor". Not given: ACCELERATE_DYNAMO_BACKEND, else "no".
         dynamo_plugin: further options of `torch.compile`, instead of the backend.
-        project_dir: folder for what a run writes. Not given: ACCELERATE_PROJECT_DIR, else none.
+        project_dir: folder for what a run writes, such as checkpoints. Not given: ACCELERATE_PROJECT_DIR, else none.
         project_config: where the project keeps what it writes; its folder agrees with `project_dir`.
-        detect_nonfinite: stop at the first value that is inf or nan: `NonFiniteError` names the module, process,
-            step and samples. Costs a collective for each window, which runs again to find the value. Not
-            given: ACCELERATE_DETECT_NONFINITE, else False.
+        detect_nonfinite: stop at the first value that is infinite or not a number, and name module, process,
+            step and samples (`NonFiniteError`). Every step waits for all processes; the one with such a value
+            runs again, to find it. Not given: ACCELERATE_DETECT_NONFINITE, else False.
         log_with: services and files that record the run: names of installed trackers, `Tracker` objects, or
             "all" for every one that works here. Not given: ACCELERATE_LOG_WITH, else none.
 

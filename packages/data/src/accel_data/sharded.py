@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Sharded:
-    """Each rank reads its part of every global batch; the order is a function of seed and epoch.
+    """Each process reads its part of every batch; seed and epoch decide the order of samples.
 
     `DataLoaderConfiguration` says more about each option.
 
@@ -32,19 +32,21 @@ class Sharded:
             last batch may be short, and processes may differ by one batch.
         dispatch_batches: let one process read the data and send the others their parts. None: for
             iterable datasets only.
-        use_seedable_sampler: shuffle by `torch.randperm` with seed + epoch, as other libraries do,
-            instead of computing the order.
+        use_seedable_sampler: shuffle as other libraries do, by a list of random numbers from seed
+            and epoch (`torch.randperm`), instead of computing the place of each sample.
         data_seed: seed of the order of samples, 0 to 2**64 - 1. None: the seed of the run.
-        non_blocking: copy batches to the device while the program continues, even from memory that
-            is not pinned.
+        non_blocking: let the program continue while any batch is copied to the device. Otherwise it
+            continues only if the loader puts batches in pinned memory.
         use_stateful_dataloader: has no effect: every prepared loader can save and load its
             position.
-        rng_types: random streams that all processes take from process 0 at the start of each
-            iteration: names of `accel_core.RNGType`. "generator" are those that you gave to the
-            samplers of loaders.
+        rng_types: random streams that all processes take from process 0 when a loader starts:
+            "generator" for those that you gave to samplers, "torch" for the one of torch, and kinds
+            of devices, such as "cuda".
         presharded: tell the loader that an iterable dataset already gives each process samples of
             its own.
-        uneven: what to do if the streams of processes end unevenly: "pad", "stop" or "join".
+        uneven: what to do if the data of a process ends before that of others: "pad" with rows
+            that metrics leave out, "stop" all, or "join": each ends by itself, for loops in
+            `join_uneven_inputs`.
 
     Raises:
         TypeError: if a value is of another type, such as a text for a truth value.

@@ -19,11 +19,13 @@ def parser() -> argparse.ArgumentParser:
     """The arguments of this command."""
     page = argparse.ArgumentParser(prog="accel deepspeed", description=main.__doc__)
     commands = page.add_subparsers(dest="command", metavar="build", required=True)
-    text = "compile operators, one after another; without names those that Adam needs on this machine"
+    text = "compile the operators named, or those that the optimizer Adam needs on this machine"
     command = commands.add_parser("build", help=text, description=f"{text[0].upper()}{text[1:]}.")
-    command.add_argument("names", nargs="*", metavar="OPERATOR", help="such as cpu_adam; see --list")
     command.add_argument(
-        "--list", action="store_true", help="say which are compiled, missing, or impossible here; compile nothing"
+        "names", nargs="*", metavar="OPERATOR", help="operator to compile, such as cpu_adam; --list shows all"
+    )
+    command.add_argument(
+        "--list", action="store_true", help="show which are compiled, missing, or impossible here; compile nothing"
     )
     return page
 

@@ -63,7 +63,7 @@ _NOTHING = contextlib.nullcontext()
 
 
 class DeepSpeed(OlderAttributes, Strategy):
-    """ZeRO: optimizer state, gradients and parameters are shared out among the processes.
+    """ZeRO: divides optimizer state, gradients and, in stage 3, the model among the processes.
 
     Each model is trained by one optimizer of the user's, which DeepSpeed steps in flat parts. A
     model that is wholly frozen, or prepared for evaluation only, is not shared out: one rank alone
@@ -72,17 +72,17 @@ class DeepSpeed(OlderAttributes, Strategy):
     Args:
         zero_stage: parts to share out: 0 nothing, 1 optimizer state, 2 also gradients, 3 also
             parameters. None: the stage in the configuration, else 2.
-        config: a configuration of DeepSpeed: a dictionary, or the path of a JSON file. Values
+        config: configuration of DeepSpeed: the path of a JSON file, or a dictionary. Values
             "auto" are filled in when a model is prepared.
         offload_optimizer: place of optimizer state and master weights: "cpu", "nvme" (stage 3), or
             "none". None: the place in the configuration.
         offload_param: place of parameters that are not in use, in stage 3: "cpu", "nvme" (if all
             are trained), or "none". None: the place in the configuration.
-        offload_folder: folder for "nvme".
+        offload_folder: folder for what is placed on "nvme".
         gradient_clipping: norm to which the gradients of a model are clipped before each step,
             unless the loop clips by itself. None: the norm in the configuration, else no clipping.
         moe_leaf_modules: names of classes whose modules are gathered as a whole in stage 3, because
-            ranks use different parts of them: mixtures of experts.
+            processes use different parts of them: mixtures of experts.
 
     Raises:
         TypeError, ValueError: for unknown keys, with the nearest known one, and for values that

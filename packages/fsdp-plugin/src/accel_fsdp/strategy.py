@@ -71,31 +71,34 @@ class FSDP(Strategy):
     alone may call it.
 
     Args:
-        reshard_after_forward: release the gathered parameters of a unit between its forward and its
-            backward. False keeps them, which costs memory and saves a gather. A number keeps them
-            in parts, on that many neighbouring ranks. Without gradients they are always released.
+        reshard_after_forward: release the parameters of a unit (layers that are gathered together)
+            between its forward and its backward pass. False keeps them, which costs memory and
+            saves a gather. A number keeps them in parts, on that many neighbouring processes.
+            Without gradients they are always released.
         replicate: number of groups of processes that each hold the whole model. 2 on two machines
             keeps the gathering inside each machine.
-        tensor_parallel: number of processes that share each layer named in `parallelize_plan`.
-        context_parallel: number of processes that share each sequence, inside
-            `accelerator.maybe_context_parallel`.
-        wrap: modules that are gathered as one unit. None: the repeated blocks. Else names of
-            classes, the least number of parameters, "none" for the whole model as one unit, or a
-            function of a module and its name.
+        tensor_parallel: number of processes that compute each layer together, of those layers that
+            the script names (`parallelize_plan`).
+        context_parallel: number of processes that divide each sequence among themselves, where the
+            script says so (`accelerator.maybe_context_parallel`).
+        wrap: layers that are gathered together, as one unit. None: each of the repeated blocks.
+            Else names of classes, the least number of parameters of a unit, "none" for the whole
+            model as one unit, or a function of a module and its name.
         parallelize_plan: plan that divides layers among tensor-parallel processes: names, with "*",
             and styles of `torch.distributed.tensor.parallel` or the words "colwise", "rowwise", …;
             or a function of the model and the mesh.
-        cpu_offload: keep parameters, gradients and optimizer state in the memory of the host.
-        activation_checkpointing: compute the forward of units again in the backward, instead of
-            keeping its results. Saves memory, costs time.
-        ignored_modules: modules that every rank keeps whole, or their names, with "*". Their
-            gradients are averaged.
-        gather_dtype: dtype in which all parameters are gathered. None: the `compute` dtype of the
-            precision if it has one, except for norms and embeddings.
-        reduce_unused_parameters: send zeros for parameters that a rank did not use, so that ranks
-            may use different ones (experts, modalities). Their gradient is then zero and not None,
-            even if no rank used them. False is right only if all ranks always use the same:
-            otherwise gradients of different parameters are added up, and no message says so.
+        cpu_offload: keep parameters, gradients and optimizer state in the main memory of the machine.
+        activation_checkpointing: compute the results of units again in the backward pass, instead
+            of keeping them. Saves memory, costs time.
+        ignored_modules: modules that every process keeps whole, or their names, in which "*" stands
+            for anything. Their gradients are averaged.
+        gather_dtype: number format in which all parameters are gathered. None: the one that the
+            precision computes in, if it names one, except for norms and embeddings.
+        reduce_unused_parameters: send zeros for parameters that a process did not use, so that
+            processes may use different ones (experts, modalities). Their gradient is then zero and
+            not missing (None), even if no process used them. False is right only if all processes
+            always use the same: otherwise gradients of different parameters are added up, and no
+            message says so.
         shard: number of processes that share a copy of the parameters. None: as many as the other
             dimensions leave.
 

@@ -126,7 +126,7 @@ def _converse(catalog: Catalog, path: Path, before: Answers) -> int:
                 say(note, DOUBTFUL)
             ways = ["write", "answer again", "leave"]
         rows = [(key, _shown(value)) for key, value in answers.items()]
-        table(("option", "value"), rows or [("none", "all answers are defaults")])
+        table(("option", "value"), rows or [("none", "nothing to write: all answers are defaults")])
         picked = questionary.select(f"Write this to {path}?", ways).unsafe_ask()
         if picked == "write":
             return _write(catalog, path, answers)
@@ -188,11 +188,16 @@ def _listed(catalog: Catalog, role: str, chosen: list[str] | None = None) -> lis
         questionary.Choice(
             f"{each.name:<{longest}}  {each.summary}".rstrip(),
             value=each.name,
-            disabled=each.problem if each.problem and each.name not in picked else None,
+            disabled=_in_short(each.problem) if each.problem and each.name not in picked else None,
             checked=each.name in picked,
         )
         for each in found
     ]
+
+
+def _in_short(problem: str) -> str:
+    """Why something cannot be chosen, without what to type: that would be cut at the edge of the screen."""
+    return problem.partition(". ")[0]
 
 
 def _type(option: Option, current: Any) -> Any:

@@ -43,7 +43,7 @@ _NOTHING = contextlib.nullcontext()
 
 
 class Megatron(Strategy):
-    """Tensor, sequence, context, pipeline and expert parallelism of Megatron-core.
+    """Megatron-core: divides layers, sequences, the stack of layers and experts among processes.
 
     `tensor_parallel * pipeline_parallel * context_parallel` processes train one model; how many models there are
     follows from the number of processes. Those of one model read the same data.
@@ -57,16 +57,16 @@ class Megatron(Strategy):
             than one, the script has to train by `accelerator.forward_backward`.
         virtual_pipeline: the number of stages in each process. None: one. More stages wait less
             for each other, and send more.
-        sequence_parallel: whether the processes that compute a layer together divide activations
+        sequence_parallel: let the processes that compute a layer together divide what travels
             between layers along the sequence, which saves memory.
         context_parallel: the number of processes that each sequence is divided among. The attention
             of the model has to support it, as Transformer Engine's does, and the script divides its
             batches: see `megatron.core.utils.get_batch_on_this_cp_rank`.
         expert_parallel: the number of processes that the experts of a layer are divided among.
-        distributed_optimizer: whether data-parallel processes divide the state of the optimizer,
-            Adam or AdamW, which saves memory.
-        overlap_grad_reduce: whether gradients travel while others are computed.
-        overlap_param_gather: whether updated parameters travel while the next forward computes.
+        distributed_optimizer: let data-parallel processes divide the state of the optimizer, Adam
+            or AdamW, which saves memory.
+        overlap_grad_reduce: send gradients while others are computed.
+        overlap_param_gather: send updated parameters while the next forward pass computes.
 
     Raises:
         ValueError: for options out of range, or that contradict each other.

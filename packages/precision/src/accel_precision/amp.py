@@ -107,12 +107,12 @@ class ScaledPrecision(HalfPrecision):
 
 
 class BF16(HalfPrecision):
-    """Matrix products in bfloat16, everything else as it is: `mixed_precision="bf16"`.
+    """Matrix products in bfloat16, everything else as it is.
 
     Args:
-        output_dtype: dtype to which the floating-point results of the model are cast, so that
-            losses are computed in it. None leaves them as they are, at no cost.
-        reduce_dtype: dtype in which ranks exchange gradients; None: their own.
+        output_dtype: number format of the floating-point results of the model, so that losses are
+            computed in it. None leaves them as they are, at no cost.
+        reduce_dtype: number format in which processes exchange gradients; None: their own.
     """
 
     def __init__(
@@ -122,16 +122,16 @@ class BF16(HalfPrecision):
 
 
 class BF16True(HalfPrecision):
-    """Parameters, gradients, states and products in bfloat16: `mixed_precision="bf16-true"`.
+    """Parameters, gradients, states and products in bfloat16: half the memory.
 
-    Half the memory. Updates that are smaller than 1/256 of a parameter are lost, unless the
+    Updates that are smaller than 1/256 of a parameter are lost, unless the
     optimizer rounds them by chance or keeps what is left over. Floating inputs of the model are
     cast; integers are not.
 
     Args:
-        output_dtype: dtype to which the floating-point results of the model are cast. None leaves them
-            as they are, at no cost.
-        reduce_dtype: dtype in which ranks exchange gradients; None: their own.
+        output_dtype: number format of the floating-point results of the model, so that losses are
+            computed in it. None leaves them as they are, at no cost.
+        reduce_dtype: number format in which processes exchange gradients; None: their own.
     """
 
     def __init__(
@@ -141,17 +141,18 @@ class BF16True(HalfPrecision):
 
 
 class FP16(ScaledPrecision):
-    """Matrix products in float16 with loss scaling, all else as it is: `mixed_precision="fp16"`.
+    """Matrix products in float16 with loss scaling, everything else as it is.
 
     Args:
-        output_dtype: dtype to which the floating-point results of the model are cast. None leaves them
-            as they are, at no cost.
-        reduce_dtype: dtype in which ranks exchange gradients; None: their own.
+        output_dtype: number format of the floating-point results of the model, so that losses are
+            computed in it. None leaves them as they are, at no cost.
+        reduce_dtype: number format in which processes exchange gradients; None: their own.
         init_scale: first factor by which losses are multiplied, above 0.
         growth_factor: factor by which the scale grows after `growth_interval` steps in a row
             without overflow, above 1.
         backoff_factor: factor by which the scale shrinks after an overflow, between 0 and 1.
-        growth_interval: number of steps, at least 1.
+        growth_interval: number of steps in a row without overflow after which the scale grows, at
+            least 1.
         enabled: scale losses, and skip steps that overflow. False does neither.
 
     Raises:
@@ -165,21 +166,22 @@ class FP16(ScaledPrecision):
 
 
 class FP16True(ScaledPrecision):
-    """Parameters, gradients, states in float16, losses scaled: `mixed_precision="fp16-true"`.
+    """Parameters, gradients and states in float16, with loss scaling: half the memory.
 
-    Half the memory, and for small or careful models only: gradients are float16 after unscaling
+    For small or careful models only: gradients are float16 after unscaling
     too, so what is below 6e-8 is lost before the step, and an optimizer's epsilon below that is
     zero. Floating inputs of the model are cast; integers are not.
 
     Args:
-        output_dtype: dtype to which the floating-point results of the model are cast. None leaves them
-            as they are, at no cost.
-        reduce_dtype: dtype in which ranks exchange gradients; None: their own.
+        output_dtype: number format of the floating-point results of the model, so that losses are
+            computed in it. None leaves them as they are, at no cost.
+        reduce_dtype: number format in which processes exchange gradients; None: their own.
         init_scale: first factor by which losses are multiplied, above 0.
         growth_factor: factor by which the scale grows after `growth_interval` steps in a row
             without overflow, above 1.
         backoff_factor: factor by which the scale shrinks after an overflow, between 0 and 1.
-        growth_interval: number of steps, at least 1.
+        growth_interval: number of steps in a row without overflow after which the scale grows, at
+            least 1.
         enabled: scale losses, and skip steps that overflow. False does neither.
 
     Raises:

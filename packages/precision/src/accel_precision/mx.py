@@ -35,7 +35,7 @@ _REMEDIES = {
 
 
 class MXFP8(Precision):
-    """Matrix products of linear layers in MXFP8 by torchao; everything else as with bf16.
+    """Matrix products of linear layers in MXFP8 by torchao, other products in bfloat16.
 
     All linear layers are converted whose two sizes are divisible by 32, except the first and the
     last one. Parameters, names and checkpoints stay those of the ordinary model. Products need
@@ -43,17 +43,17 @@ class MXFP8(Precision):
     says so. The products on Blackwell were never run here.
 
     Args:
-        emulate: whether products are computed in high precision from values that were rounded, on
-            any hardware, slowly. None: on a CPU alone; an accelerator has to be capable of it.
-        high_precision_weight_gradient: whether gradients of weights are computed in bf16.
+        emulate: compute products in high precision from values that were rounded, on any hardware,
+            slowly. None: on a CPU alone; an accelerator has to be capable of it.
+        high_precision_weight_gradient: compute gradients of weights in bfloat16.
         skip: names of layers that stay as they are, with `*` and `?` as wildcards; the name of a
             module stands for all layers in it.
-        convert_ends: whether the first and the last linear layer are converted too.
+        convert_ends: convert the first and the last linear layer too.
         module_filter_func: called with each linear layer and its name, says whether it is
             converted.
-        output_dtype: the dtype of what a model returns. None leaves it in bf16, which costs
-            nothing.
-        reduce_dtype: the dtype in which gradients travel between processes. None: their own.
+        output_dtype: number format of what a model returns. None leaves it in bfloat16, at no
+            cost.
+        reduce_dtype: number format in which gradients travel between processes. None: their own.
 
     Raises:
         NotInstalledError: if torchao is not installed.

@@ -12,9 +12,9 @@ from accel_core import Precision, World, hookimpl
 
 
 class TF32(Precision):
-    """Everything in float32 but the factors of matrix products: `mixed_precision="tf32"`.
+    """Everything in float32, but for faster matrix products of rounded numbers.
 
-    These are rounded to 10 bits after the point, and keep the range of float32. Sets
+    Their factors are rounded to 10 bits after the point, and keep the range of float32. Sets
     `torch.set_float32_matmul_precision("high")`, which holds for the whole process, until the last
     Accelerator with it ends its training. Where a device has no TF32, products are in float32, and
     `explain()` says so. Convolutions use it without being asked: see `torch.backends.cudnn.conv`.

@@ -21,7 +21,7 @@ _QUIET = {"log_system_params": False, "capture_terminal_logs": False, "system_tr
 
 
 class Aim(Service):
-    """`log_with="aim"`: numbers, texts, images, histograms, and tables as texts of JSON lists.
+    """Records with Aim: numbers, texts, images, histograms, and tables as texts of JSON lists.
 
     Aim's records of the terminal, of the machine's load, and of packages, environment variables and
     git are off.
@@ -34,11 +34,11 @@ class Aim(Service):
     before to `{"kind": "text"}`. Histograms have bins of equal width in Aim; others are refused.
 
     Args:
-        repo: the folder that holds, or is to hold, the folder .aim of all runs; or the address of a
-            server, as aim://host:53800. None: the folder of the project, below `logging_dir`.
-        experiment: what Aim calls a project; None: the project.
-        name: of the run, as people see it; None: Aim's own.
-        tags: of the run.
+        repo: folder that holds, or is to hold, the folder .aim of all runs; or the address of a
+            server, as aim://host:53800. None: a folder of the project, in the folder for logs.
+        experiment: name of the experiment, which is Aim's word for a project; None: the project's.
+        name: name shown for the run; None: Aim's own.
+        tags: tags of the run.
     """
 
     name, client, extra = "aim", "aim", "aim"

@@ -31,7 +31,7 @@ _FRAMEWORKS = (
 
 
 class ClearML(Service):
-    """`log_with="clearml"`: numbers, texts as lines of the log, images, plots of other records.
+    """Records with ClearML: numbers, texts as lines of the log, images, plots of other records.
 
     "train/loss" is the series "loss" of the graph "train". A number that is nan or infinite is a
     line of the log, since ClearML would record a 0 instead. An image or a plot at a step that its
@@ -51,14 +51,14 @@ class ClearML(Service):
     before.
 
     Args:
-        task_name: None: the id of the run.
-        tags: of the task.
-        task_type: such as "training" or "testing".
-        output_uri: where models that are saved by way of ClearML go, such as s3://bucket/folder;
+        task_name: name shown for the run, which is a task of ClearML; None: the id of the run.
+        tags: tags of the run.
+        task_type: kind of task, such as "training" or "testing".
+        output_uri: place for models that are saved by way of ClearML, such as s3://bucket/folder;
             None: nowhere.
-        offline: whether all goes to a folder, and at the end to a file beside it, for
-            `Task.import_offline_session`; the process stays offline then. False: as ClearML is
-            configured, or the variable CLEARML_OFFLINE_MODE says.
+        offline: record on this machine: in a folder, and at the end in a file beside it, for
+            ClearML's `Task.import_offline_session`; the process stays offline then. False: as
+            ClearML is configured, or the variable CLEARML_OFFLINE_MODE says.
     """
 
     name, client, extra = "clearml", "clearml", "clearml"

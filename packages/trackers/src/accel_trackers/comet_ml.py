@@ -54,7 +54,7 @@ VARIABLES = {
 
 
 class CometML(Service):
-    """Records with Comet, for which one logs in once: type `comet login`.
+    """Records with Comet. Log in once before the first run: type `comet login`.
 
     Options of `comet_ml.start` and of `comet_ml.ExperimentConfig` go on top of these:
     `init_kwargs={"comet_ml": {"log_code": True}}`. Off unless asked for there, or by Comet's own
@@ -73,13 +73,14 @@ class CometML(Service):
     writes an archive too.
 
     Args:
-        workspace: that of the experiment; None: what COMET_WORKSPACE or the login says.
-        online: False: record on this machine only; None: what COMET_START_ONLINE says, else online.
-        experiment_name: shown for the experiment; None: the service invents one.
+        workspace: workspace of the experiment; None: what COMET_WORKSPACE or the login says.
+        online: send records to Comet. False: keep them on this machine. None: what
+            COMET_START_ONLINE says, else online.
+        experiment_name: name shown for the experiment; None: the service invents one.
         tags: labels of the experiment.
-        offline_directory: where archives are put; None: what COMET_OFFLINE_DIRECTORY says, else
+        offline_directory: folder for archives; None: what COMET_OFFLINE_DIRECTORY says, else
             .cometml-runs in the working directory.
-        system_metrics: whether Comet describes the machine, and measures processor, memory and
+        system_metrics: let Comet describe the machine, and measure processor, memory and
             accelerators all the time, in threads of this process.
     """
 

@@ -26,7 +26,7 @@ _STARTING = threading.Lock()  # while DVCLive finds another repository than by i
 
 
 class DVCLive(Service):
-    """`log_with="dvclive"`: numbers, texts, PNG images, and plots of tables and histograms.
+    """Records with DVCLive: numbers, texts, PNG images, and plots of tables and histograms.
 
     Numbers and texts are rows of one file per name.
     DVCLive writes to one folder, and a new run takes the place of the one before, which git or DVC
@@ -44,11 +44,11 @@ class DVCLive(Service):
     and a filter for colours around the output.
 
     Args:
-        dir: the folder to write to, such as "dvclive" where DVC is to compare it from commit to
-            commit; None: that of the run, below `logging_dir`.
-        save_dvc_exp: whether the run becomes an experiment of DVC at its end.
-        dvcyaml: the file dvc.yaml in which DVC is to find the plots; None: none is written.
-        exp_name: of the experiment; None: DVC's own.
+        dir: folder to write to, such as "dvclive" where DVC is to compare it from commit to commit;
+            None: the folder of the run, in the folder for logs.
+        save_dvc_exp: make the run an experiment of DVC at its end.
+        dvcyaml: file dvc.yaml in which DVC is to find the plots; None: none is written.
+        exp_name: name of the experiment; None: DVC's own.
     """
 
     name, client, extra = "dvclive", "dvclive", "dvclive"

@@ -53,9 +53,9 @@ logger = logging.getLogger(__name__)
 
 
 class JSONL(Tracker):
-    """Records into `metrics.jsonl`, one line per record; `accel_trackers.jsonl.read` reads it.
+    """Records into the file metrics.jsonl, one line for each record.
 
-    Each line is with the operating system when `log` returns: a process that is killed loses the
+    `accel_trackers.jsonl.read` reads it. Each line is with the operating system when `log` returns: a process that is killed loses the
     line that it is writing at most. A resumed run is appended to.
     """
 

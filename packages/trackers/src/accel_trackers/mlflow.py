@@ -60,16 +60,17 @@ class MLflow(Service):
     since 1970. Folders of files (`file://`) are no databases any more for MLflow.
 
     Args:
-        tracking_uri: of the server or database, as http://host:5000. None: what MLFLOW_TRACKING_URI
-            or mlflow.set_tracking_uri(...) says, else a database in the folder of the project.
-        experiment_name: of the experiment that the run belongs to; made where there is none. None:
-            what MLFLOW_EXPERIMENT_NAME says, else the project.
-        run_name: shown for the run; None: its id.
-        tags: of the run.
-        description: of the run, in Markdown.
-        artifact_location: a URI under which a new experiment keeps artifacts; None: the server's
-            choice, and for the database of the project a folder beside it.
-        flush_secs: seconds for which numbers are gathered to be recorded at once.
+        tracking_uri: address of the server or database, as http://host:5000. None: what
+            MLFLOW_TRACKING_URI or the script (`mlflow.set_tracking_uri`) says, else a database in
+            the folder of the project.
+        experiment_name: name of the experiment that the run belongs to, which is made if there is
+            none. None: what MLFLOW_EXPERIMENT_NAME says, else the project.
+        run_name: name shown for the run; None: its id.
+        tags: tags of the run, with their values.
+        description: description of the run, in Markdown.
+        artifact_location: address (URI) under which a new experiment keeps its files; None: the
+            server's choice, and for the database of the project a folder beside it.
+        flush_secs: seconds for which numbers are collected, to be recorded together.
     """
 
     name, client, extra = "mlflow", "mlflow", "mlflow"

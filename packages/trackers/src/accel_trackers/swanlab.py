@@ -29,7 +29,7 @@ _OLDER_NAMES = {"experiment_name", "notes", "logdir"}  # which `swanlab.init` st
 
 
 class SwanLab(Service):
-    """`log_with="swanlab"`: numbers, texts, images, histograms as bar charts, and tables.
+    """Records with SwanLab: numbers, texts, images, histograms as bar charts, and tables.
 
     What SwanLab finds out about the machine, the packages and git, its watch over the machine's
     load, and its copy of the terminal are off.
@@ -49,15 +49,15 @@ class SwanLab(Service):
     process is killed.
 
     Args:
-        mode: "online", "offline", "local" for SwanLab's own dashboard, or "disabled"; None: what
-            SwanLab is configured to, or "online".
-        workspace: that of a team; None: the user's own.
-        name: of the run, as people see it; None: SwanLab's own.
-        description: of the run.
-        group: of runs.
-        job_type: such as "train".
-        tags: of the run.
-        log_dir: the folder for the files of all runs; None: swanlog in the working directory.
+        mode: way to record: "online", "offline", "local" for SwanLab's own dashboard, or
+            "disabled"; None: what SwanLab is configured to, or "online".
+        workspace: workspace of a team; None: the user's own.
+        name: name shown for the run; None: SwanLab's own.
+        description: description of the run.
+        group: name of the group that the run belongs to.
+        job_type: what the run does within its group, such as "train".
+        tags: tags of the run.
+        log_dir: folder for the files of all runs; None: swanlog in the working directory.
     """
 
     name, client, extra = "swanlab", "swanlab", "swanlab"

@@ -42,8 +42,8 @@ class TensorBoard(Service):
     `init_kwargs={"tensorboard": {"max_queue": 100}}`. `log` takes `walltime`.
 
     Args:
-        flush_secs: seconds until a value can be read by others.
-        double_precision: whether numbers are stored as float64.
+        flush_secs: seconds until others can read a value.
+        double_precision: store numbers with all digits (float64).
     """
 
     name, client, extra = "tensorboard", "tensorboard", "tensorboard"

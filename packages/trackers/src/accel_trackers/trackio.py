@@ -42,14 +42,14 @@ class Trackio(Service):
     "__step" and so on. Several images under one name are several records of one step.
 
     Args:
-        name: shown for the run, and by which it is found again; None: its id.
-        group: the name of the group that the run belongs to.
-        dir: the folder of the databases; None: what TRACKIO_DIR says, else that of Trackio in the
+        name: name shown for the run, by which it is found again; None: its id.
+        group: name of the group that the run belongs to.
+        dir: folder of the databases; None: what TRACKIO_DIR says, else that of Trackio in the
             cache of Hugging Face. It is one for the whole program, because Trackio decides it when
             it is imported.
-        space_id: a Hugging Face Space that is to record the run, as user/name; None: what
+        space_id: Hugging Face Space that is to record the run, as user/name; None: what
             TRACKIO_SPACE_ID says, else this machine.
-        system_metrics: whether Trackio measures processor, memory and accelerators every 10
+        system_metrics: let Trackio measure processor, memory and accelerators every 10
             seconds, in threads of this process.
     """
 

@@ -42,7 +42,7 @@ LOCAL_MODES = ("offline", "dryrun", "disabled")  # in which nobody has to be log
 
 
 class WandB(Service):
-    """Records with Weights & Biases, for which one logs in once: type `wandb login`.
+    """Records with Weights & Biases. Log in once before the first run: type `wandb login`.
 
     A step is recorded as a value beside the others, which every chart has as its x axis. The
     service's own count of steps only goes up, and it drops what comes with an earlier one; here a
@@ -58,18 +58,18 @@ class WandB(Service):
     `wandb.teardown()` ends wandb's process and threads before the program ends.
 
     Args:
-        entity: the user or team whose run it is; None: the one that WANDB_ENTITY or the login says.
-        mode: "online", "offline" (files only), "disabled" (nothing is recorded) or "shared"; None:
-            what WANDB_MODE says, else online.
-        name: shown for the run; None: the service invents one.
-        group: the name of the group that the run belongs to.
+        entity: user or team whose run it is; None: the one that WANDB_ENTITY or the login says.
+        mode: way to record: "online", "offline" (files only), "disabled" (nothing is recorded) or
+            "shared"; None: what WANDB_MODE says, else online.
+        name: name shown for the run; None: the service invents one.
+        group: name of the group that the run belongs to.
         job_type: what the run does within its group, such as "train".
         tags: labels of the run.
-        notes: a description of the run.
-        dir: the folder in which `wandb/` is made; None: what WANDB_DIR says, else the working
+        notes: description of the run.
+        dir: folder in which the folder wandb is made; None: what WANDB_DIR says, else the working
             directory.
-        step_metric: the name under which steps are recorded.
-        system_metrics: whether wandb measures processor, memory and accelerators every 15 seconds,
+        step_metric: name under which steps are recorded.
+        system_metrics: let wandb measure processor, memory and accelerators every 15 seconds,
             from a process of its own.
     """
 

@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 class XLA(Strategy):
-    """Trains on the XLA devices of this host, TPUs first of all, as one process.
+    """Trains in one process on all XLA devices of this machine, such as TPUs.
 
     Args:
-        shard: how many devices share each parameter, with its gradient and what the optimizer keeps
+        shard: number of devices that share each parameter, with its gradient and what the optimizer keeps
             of it. 1: each has all; -1: all devices of the mesh; a number in between: groups of so
             many, each with a whole model (hybrid). Batches are divided over all devices always.
     """

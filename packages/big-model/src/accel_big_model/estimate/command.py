@@ -42,7 +42,7 @@ _HEADER = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Estimate the memory that training a model needs on each device, by dtype and strategy."""
+    """Estimate the memory that training a model needs on each device, by number format and strategy."""
     given = parser().parse_args(arguments)
     try:
         estimate = _estimated(given)
@@ -68,18 +68,28 @@ def parser() -> argparse.ArgumentParser:
         "--dtype",
         nargs="+",
         default=["fp32", "bf16"],
-        help=f"any of {', '.join(PRECISIONS)} (default: fp32 bf16)",
+        help=f"number formats to compare: any of {', '.join(PRECISIONS)} (default: fp32 bf16)",
     )
-    add("--strategy", "--strategies", nargs="+", default=["all"], help=f"any of {', '.join(STRATEGIES)} (default: all)")
+    add(
+        "--strategy",
+        "--strategies",
+        nargs="+",
+        default=["all"],
+        help=f"strategies to compare: any of {', '.join(STRATEGIES)} (default: all)",
+    )
     add("--world", "--num-processes", type=int, default=8, metavar="N", help="number of processes (default: 8)")
     add(
         "--tensor-parallel",
         type=int,
         default=2,
         metavar="N",
-        help="how many of them split a layer, for the strategy tensor (default: 2)",
+        help="number of processes that share each layer, under the strategy tensor (default: 2)",
     )
-    add("--optimizer", default="adamw", help=f"one of {', '.join(OPTIMIZERS)}, or module:Class (default: adamw)")
+    add(
+        "--optimizer",
+        default="adamw",
+        help=f"one of {', '.join(OPTIMIZERS)}, or module:Class in your code (default: adamw)",
+    )
     add("--batch", type=int, default=1, metavar="ROWS", help="number of rows in the batch of one process (default: 1)")
     add("--sequence", type=int, metavar="N", help="tokens in a row (default: 2048, or the most that the model takes)")
     add("--input", metavar="SHAPE", help="shape of one row, such as 3x224x224; or module:function that returns a batch")
@@ -97,13 +107,13 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--activation-checkpointing",
         action="store_true",
-        help="under fsdp and tensor: recompute activations instead of keeping them",
+        help="under fsdp and tensor: compute results of layers again instead of keeping them",
     )
     add(
         "--trust_remote_code",
         "--trust-remote-code",
         action="store_true",
-        help="execute code that comes with a model on the hub",
+        help="run code that comes with a model on the Hugging Face Hub",
     )
     add("--json", action="store_true", help="print JSON: all sizes in bytes, and the formulas")
     return page

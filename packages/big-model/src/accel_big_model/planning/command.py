@@ -29,9 +29,13 @@ if TYPE_CHECKING:
 FITS, NOTHING_FITS, NO_ANSWER = 0, 1, 2  # exit statuses
 
 _EPILOG = """The model is a folder with config.json, a config.json of transformers, module:function (a function or class
-of yours that returns a model), or a name on the Hugging Face Hub. Nothing is trained, and no memory is allocated for the model. These ways are tried,
-simplest first: one copy on each device (ddp); one copy sharded over all devices (fsdp); the same with activation checkpointing, which
-recomputes activations instead of keeping them; the same with weights in main memory (CPU offload).
+of yours that returns a model), or a name on the Hugging Face Hub. Nothing is trained, and no memory
+is allocated for the model. These ways are tried, simplest first:
+
+  one copy of the model on each device (ddp)
+  one copy divided among all devices (fsdp)
+  the same, computing results of layers again instead of keeping them (activation checkpointing)
+  the same, with weights in main memory (CPU offload)
 
   accel plan ./llama --devices 8 --memory 80GiB --batch 4 --output plan.yaml
   accel launch --config-file plan.yaml train.py
@@ -69,17 +73,25 @@ def parser() -> argparse.ArgumentParser:
         help="a folder, a config.json, a name on the Hugging Face Hub, or module:function in your code",
     )
     add("--devices", type=int, metavar="N", help="number of accelerators (default: those of this machine)")
-    add("--memory", metavar="SIZE", help="memory of each, such as 80GiB (default: that of the smallest here)")
+    add(
+        "--memory",
+        metavar="SIZE",
+        help="memory of each accelerator, such as 80GiB (default: that of the smallest here)",
+    )
     add("--room", type=float, default=ROOM, metavar="PART", help="fraction of the memory to keep free (default: 0.1)")
     add("--host-memory", metavar="SIZE", help="main memory of the machine, for offloading (default: not checked)")
-    add("--dtype", default="bf16", help="precision, such as bf16, fp32, bf16-true (default: bf16)")
-    add("--optimizer", default="adamw", help=f"one of {', '.join(OPTIMIZERS)}, or module:Class (default: adamw)")
+    add("--dtype", default="bf16", help="number format to train in, such as bf16, fp32, bf16-true (default: bf16)")
+    add(
+        "--optimizer",
+        default="adamw",
+        help=f"one of {', '.join(OPTIMIZERS)}, or module:Class in your code (default: adamw)",
+    )
     add("--batch", type=int, default=1, metavar="ROWS", help="number of rows in the batch of one device (default: 1)")
     add("--sequence", type=int, metavar="N", help="tokens in a row (default: 2048, or the most that the model takes)")
     add("--input", metavar="SHAPE", help="shape of one row, such as 3x224x224; or module:function that returns a batch")
     add("--arguments", default="{}", metavar="JSON", help="arguments of module:function, such as '{\"layers\": 4}'")
-    add("--trust-remote-code", action="store_true", help="execute code that comes with a model on the hub")
-    add("--output", metavar="FILE", help="write the configuration for accel launch --config-file to this new file")
+    add("--trust-remote-code", action="store_true", help="run code that comes with a model on the Hugging Face Hub")
+    add("--output", metavar="FILE", help="write the configuration to this new file, for accel launch --config-file")
     add("--json", action="store_true", help="print JSON: all sizes in bytes")
     return page
 

@@ -18,12 +18,16 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Make a checkpoint of another library one that load_state() reads, under any strategy."""
+    """Convert a checkpoint of another library into one that loads here, under any strategy."""
     parser = argparse.ArgumentParser(prog="accel checkpoint import", description=main.__doc__)
-    parser.add_argument("source", type=Path, metavar="SOURCE", help="the folder that the other library wrote")
-    parser.add_argument("target", type=Path, nargs="?", metavar="TARGET", help="the folder for load_state()")
-    parser.add_argument("--optimizer", metavar="CLASS", help="such as torch.optim.AdamW, where SOURCE does not tell")
-    parser.add_argument("--dry-run", action="store_true", help="say what is in SOURCE, and write nothing")
+    parser.add_argument("source", type=Path, metavar="SOURCE", help="folder that the other library wrote")
+    parser.add_argument("target", type=Path, nargs="?", metavar="TARGET", help="folder for the converted checkpoint")
+    parser.add_argument(
+        "--optimizer",
+        metavar="CLASS",
+        help="optimizer of the run, such as torch.optim.AdamW, if SOURCE does not name it",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="show what is in SOURCE, and write nothing")
     given = parser.parse_args(arguments)
     if given.target is None and not given.dry_run:
         parser.error("TARGET is missing; or --dry-run, to see what is in SOURCE")

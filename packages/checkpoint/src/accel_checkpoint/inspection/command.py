@@ -49,12 +49,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The arguments of this command."""
-    epilog = "`accel checkpoint import SOURCE TARGET` converts a checkpoint of another library; `accel checkpoint import -h` says more."
+    epilog = (
+        "`accel checkpoint import SOURCE TARGET` converts a checkpoint of another library; `accel checkpoint import -h` says more. "
+        "The exit status is 1 if something is damaged, and 2 if there is no answer."
+    )
     page = argparse.ArgumentParser(prog="accel checkpoint", description=main.__doc__, epilog=epilog)
     page.add_argument("folder", type=Path, metavar="FOLDER", help="a checkpoint, or a folder of checkpoints")
     page.add_argument("--verify", action="store_true", help="read all files and look for damage")
     page.add_argument("--record", action="store_true", help="show everything recorded about the run and its settings")
-    page.add_argument("--json", action="store_true", help="print JSON, with the record")
+    page.add_argument("--json", action="store_true", help="print everything as JSON, with the record")
     return page
 
 

@@ -20,7 +20,7 @@ _RULES = (*loop.RULES, *naming.RULES, *running.RULES)
 def main(arguments: Sequence[str] | None = None) -> int:
     """List the lines of a script for Accelerate that behave differently here.
 
-    Scripts are read, and never run. The exit status is 1 if a line is listed.
+    Scripts are read, and never run. The exit status is 0 if no line is listed, and 1 otherwise.
     """
     given = parser().parse_args(arguments)
     found = {path: check(path.read_text(encoding="utf-8"), str(path)) for path in given.scripts}
@@ -35,9 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The arguments of this command."""
-    page = argparse.ArgumentParser(prog="accel doctor", description=main.__doc__)
+    page = argparse.ArgumentParser(prog="accel check-script", description=main.__doc__)
     page.add_argument("scripts", nargs="+", type=Path, metavar="SCRIPT", help="script to read")
-    page.add_argument("--json", action="store_true", help="print JSON")
+    page.add_argument("--json", action="store_true", help="print the lines as JSON")
     return page
 
 

@@ -69,7 +69,7 @@ class Precision(ABC):  # noqa: B024  (nothing is mandatory but the policy)
 
 
 class FullPrecision(Precision):
-    """Everything stays in the dtype that the user gave it: `mixed_precision="no"`."""
+    """Leaves everything in the number format that the script gave it."""
 
 
 _POLICY = "_accel_policy"

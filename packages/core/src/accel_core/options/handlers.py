@@ -41,12 +41,12 @@ def check_flags(options: object, *names: str) -> None:
 
 @dataclass
 class InitProcessGroupKwargs(KwargsHandler):
-    """Options for the start of the process group.
+    """Options of the communication between processes.
 
     Args:
-        backend: backend of `torch.distributed`; None: gloo, and beside it the accelerator's own.
-        init_method: URL at which the processes meet; None: the one of the launcher.
-        timeout: time after which a collective gives up, in every group; None: torch's default.
+        backend: library that carries messages, such as nccl; None: gloo, and the accelerator's own.
+        init_method: address (URL) at which the processes meet; None: the one of the launcher.
+        timeout: longest wait for other processes, in every group; None: torch's default.
     """
 
     backend: str | None = None
@@ -72,11 +72,11 @@ class GradientAccumulationPlugin(KwargsHandler):
     """Options of gradient accumulation, beyond `gradient_accumulation_steps`.
 
     Args:
-        num_steps: micro-batches in a window.
-        adjust_scheduler: let `scheduler.step()` make a step per micro-batch of the window, else one.
-        sync_with_dataloader: close a window also at the end of a prepared loader.
-        sync_each_batch: exchange gradients at each micro-batch: less memory, more traffic.
-        mean_over: divide a gradient by the micro-batches of its "window", or by `num_steps`: "steps".
+        num_steps: number of micro-batches in a window, which is one step of the optimizer.
+        adjust_scheduler: advance a scheduler once per micro-batch of a window, instead of once in all.
+        sync_with_dataloader: change the weights at the end of a loader too, after fewer micro-batches.
+        sync_each_batch: exchange gradients after each micro-batch: less memory, more traffic.
+        mean_over: divide gradients by how many micro-batches came ("window") or are usual ("steps").
     """
 
     num_steps: int = 1
@@ -95,13 +95,13 @@ class GradientAccumulationPlugin(KwargsHandler):
 
 @dataclass
 class TrackingKwargs(KwargsHandler):
-    """Options for failing or slow trackers, switched off with a warning; the training goes on.
+    """Options for failing or slow trackers: they are switched off with a warning, training goes on.
 
     Args:
-        strict: raise a `TrackerError` if a tracker fails or cannot record a value.
+        strict: stop with a `TrackerError` if a tracker fails or cannot record a value.
         start_timeout: seconds that a tracker may take to start; the first record waits for it.
-        stall_timeout: seconds that a tracker may take for one record. Nobody waits for that.
-        finish_timeout: seconds that `end_training`, or the end of the program, waits for records.
+        stall_timeout: seconds that a tracker may take for a record, while training goes on.
+        finish_timeout: seconds to wait for records when the training, or the program, ends.
         most_pending: number of records that may wait for a tracker; a large one counts as several.
     """
 
@@ -119,18 +119,18 @@ class TrackingKwargs(KwargsHandler):
 
 @dataclass
 class TorchDynamoPlugin(KwargsHandler):
-    """Options of `torch.compile`: `Accelerator(dynamo_plugin=TorchDynamoPlugin(...))`.
+    """Options of the compiler for models, which is `torch.compile`.
 
-    All but the last field are handed to `torch.compile`, which refuses `mode` beside `options`.
+    All but the last field are handed to it, and it refuses `mode` beside `options`.
 
     Args:
         backend: a name in either case, or a function as `torch.compile` takes. "no": nothing is.
-        mode: a preset of "inductor", such as "max-autotune".
-        fullgraph: raise an error for a model that is not one graph.
-        dynamic: trace with sizes that may change; False compiles for each, None at first.
-        options: options of the backend, by name.
-        disable: leave everything uncompiled, for a comparison.
-        use_regional_compilation: compile repeated blocks only, equal ones once.
+        mode: preset of the compiler "inductor", such as "max-autotune".
+        fullgraph: stop with an error if a model cannot be compiled as a whole.
+        dynamic: compile once for all sizes. False: anew for each. None: for all once one changes.
+        options: settings of the compiler, by name; refused beside `mode`.
+        disable: compile nothing, for a comparison.
+        use_regional_compilation: compile repeated blocks of a model only, equal ones once.
     """
 
     backend: str | Callable[..., Any] = "inductor"

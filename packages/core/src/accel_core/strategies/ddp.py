@@ -53,14 +53,14 @@ class DDP(Strategy):
     """Distributed data parallelism: a whole copy of the model in each process, gradients averaged.
 
     Args:
-        broadcast_buffers: take buffers from process 0 at each synchronising forward.
+        broadcast_buffers: take buffers from process 0 at each synchronising forward pass.
         bucket_cap_mb: size in MiB of the buckets in which gradients are exchanged; None: torch's.
-        find_unused_parameters: allow parameters that take no part in a backward. Slower.
-        gradient_as_bucket_view: let `.grad` share memory with the buckets, by default here.
+        find_unused_parameters: allow parameters that take no part in a backward pass. Slower.
+        gradient_as_bucket_view: let gradients share memory with the buckets, by default here.
         static_graph: promise that every iteration uses the same parameters in the same way.
-        comm_hook: form in which gradients are exchanged: as they are, fp16, bf16, or by PowerSGD.
-        comm_wrapper: dtype in which the factors of PowerSGD are exchanged.
-        comm_state_option: arguments of PowerSGD's state, such as `matrix_approximation_rank`.
+        comm_hook: form in which gradients travel: as they are ("no"), fp16, bf16, or by PowerSGD.
+        comm_wrapper: number format in which the factors of PowerSGD are exchanged.
+        comm_state_option: settings of PowerSGD, such as `matrix_approximation_rank`.
     """
 
     handler = DistributedDataParallelKwargs

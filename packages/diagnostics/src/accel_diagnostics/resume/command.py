@@ -86,8 +86,8 @@ def parser() -> argparse.ArgumentParser:
         usage="accel verify-resume [options] script.py [arguments of the script]",
     )
     add = page.add_argument
-    add("script", help="the script that trains")
-    add("arguments", nargs=argparse.REMAINDER, help="the arguments of the script")
+    add("script", help="script that trains")
+    add("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     add(
         "--resume-arguments",
         default="",
@@ -113,7 +113,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="TEXT",
         help="options of accel launch, such as '--config-file my.yaml'",
     )
-    add("-m", "--module", action="store_true", help="SCRIPT is the name of a module")
+    add("-m", "--module", action="store_true", help="start a module by its name, as python -m does")
     add(
         "--own-directory",
         action="store_true",
@@ -127,5 +127,5 @@ def parser() -> argparse.ArgumentParser:
         help="largest relative difference if the third run has another number of processes (default: 1e-3)",
     )
     add("--keep", metavar="FOLDER", help="keep what was recorded, printed and saved by all runs in this new folder")
-    add("--json", action="store_true", help="print JSON")
+    add("--json", action="store_true", help="print the result as JSON")
     return page

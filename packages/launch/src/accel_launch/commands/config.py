@@ -24,7 +24,7 @@ from accel_launch.settings.resolution import resolve
 from accel_launch.starting.devices import find_accelerators
 
 _HELP = Switch("show this page", short="h")
-_TARGET: Mapping[str, Switch] = {"config_file": Switch("file to write; otherwise your own", "PATH"), "help": _HELP}
+_TARGET: Mapping[str, Switch] = {"config_file": Switch("write this file instead of your own", "PATH"), "help": _HELP}
 _TO_WRITE: Mapping[str, Switch] = {**_TARGET, "force": Switch("replace a file that is there already")}
 _TO_READ: Mapping[str, Switch] = {"config_file": CONFIG_FILE, "help": _HELP}
 

@@ -30,10 +30,10 @@ SWITCHES: Mapping[str, Switch] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Find out why processes do not reach each other, or check a script for Accelerate.
 
-    Takes the options of `accel launch`, on every machine of a run as that does, and needs no
-    script. Under Slurm, MPI or torchrun it examines the processes that are there. The exit status
-    is 1 if there is a problem. `accel doctor script.py` is `accel check-script script.py`: the
-    script is read, and not run.
+    Type it on every machine of the run, with the options of `accel launch` and without a script.
+    Under Slurm, MPI or torchrun it examines the processes that they started. The exit status is 1
+    if there is a problem. `accel doctor script.py` does what `accel check-script script.py` does:
+    the script is read, and not run.
     """
     given = list(sys.argv[2:] if arguments is None else arguments)
     if any(word.endswith(".py") and not word.startswith("-") for word in given):

@@ -25,7 +25,7 @@ CONFIG_FILE = Switch(
 )
 HELP = Switch("show this page; after --fsdp, show the options of fsdp", short="h")
 SWITCHES: Mapping[str, Switch] = {
-    "module": Switch("start a module, as `python -m` does", short="m"),
+    "module": Switch("start a module by its name, as `python -m` does", short="m"),
     "no_python": Switch("start a program that is not a Python script"),
     "dry_run": Switch("show what would start, and where each value comes from; start nothing"),
     "config_file": CONFIG_FILE,

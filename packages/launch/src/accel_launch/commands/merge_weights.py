@@ -28,13 +28,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """The arguments of this command."""
     page = argparse.ArgumentParser(prog="accel merge-weights", description=main.__doc__)
-    about = "a folder of save_state, of any strategy and number of processes; or weights in one file or in parts"
+    about = "a saved checkpoint, of any strategy and number of processes; or weights in one file or in parts"
     page.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help=about)
-    page.add_argument("output", type=Path, metavar="OUTPUT", help="the directory for model.safetensors")
+    page.add_argument("output", type=Path, metavar="OUTPUT", help="folder for model.safetensors")
     about = "largest size of one file: 5GB is 5 * 10^9 bytes, 5GiB 5 * 2^30 (default: 5GB)"
     page.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help=about)
     page.add_argument("--model", type=int, metavar="N", help="number of the model, if the checkpoint has several")
-    page.add_argument("--force", action="store_true", help="overwrite weights in OUTPUT")
+    page.add_argument("--force", action="store_true", help="replace weights that are in OUTPUT already")
     return page
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -43,7 +44,7 @@ def show_help(
         for section in mentioned:
             _add_section(page, catalog, section)
     else:
-        page = _page(usage, about, _components(catalog, usage))
+        page = _page(usage, about)
         _add_switches(page, switches)
         for group in dict.fromkeys(option.group for option in catalog.own.values()):
             part = page.add_argument_group(group)
@@ -52,6 +53,9 @@ def show_help(
                     name = option.field.name
                     _add(part, option, f"installed: {', '.join(catalog.names(name))}" if name in ROLES else "")
     say(page.format_help().rstrip())
+    if not mentioned:
+        lines = [textwrap.fill(line, _width(), break_on_hyphens=False) for line in _components(catalog, usage)]
+        say("\n" + "\n".join(lines))
 
 
 def show_switches(usage: str, about: str, switches: Mapping[str, Switch]) -> None:
@@ -61,13 +65,16 @@ def show_switches(usage: str, about: str, switches: Mapping[str, Switch]) -> Non
     say(page.format_help().rstrip())
 
 
-def _page(usage: str, about: str, end: str = "") -> argparse.ArgumentParser:
+def _page(usage: str, about: str) -> argparse.ArgumentParser:
     """A parser that only lays out help: `command_line` reads the options."""
-    width = min(shutil.get_terminal_size((100, 24)).columns, _WIDEST)
-    layout = partial(argparse.HelpFormatter, max_help_position=_COLUMN, width=width)
+    layout = partial(argparse.HelpFormatter, max_help_position=_COLUMN, width=_width())
     return argparse.ArgumentParser(
-        usage=_plain(usage), description=_plain(about), epilog=_plain(end), add_help=False, formatter_class=layout
+        usage=_plain(usage), description=_plain(about), add_help=False, formatter_class=layout
     )
+
+
+def _width() -> int:
+    return min(shutil.get_terminal_size((100, 24)).columns, _WIDEST)
 
 
 def _add_switches(page: argparse.ArgumentParser, switches: Mapping[str, Switch]) -> None:
@@ -161,16 +168,21 @@ def _kind(kind: Any) -> str:
     return _KINDS.get(kind, "") if isinstance(kind, type) else ""
 
 
-def _components(catalog: Catalog, usage: str) -> str:
+def _components(catalog: Catalog, usage: str) -> tuple[str, ...]:
+    """What stands below the options: names that choose, where further options are, other places."""
     command = usage.partition(" [")[0]
     flags = [f"--{name}".replace("_", "-") for role in CHOOSING for name in catalog.names(role) if name != "no"]
     example = next((name for name in catalog.names("strategy") if name not in DEFAULT_STRATEGIES), "ddp")
     several = [name for role in SEVERAL for name in catalog.names(role)]
-    always = ", ".join(f"--{name}".replace("_", "-") for name in (*SECTIONS, *catalog.names("loader"), *several))
-    return (
-        f"A strategy or a precision is also chosen by its name: {' '.join(flags)}. Its own options begin with its name: "
-        f"`{command} --{example.replace('_', '-')} -h` shows them, and so for {always}. Each option has a variable, "
-        f"such as {PREFIX}NUM_PROCESSES for --num-processes and {PREFIX}PROCESS_GROUP__TIMEOUT for "
-        f"--process-group.timeout, and stands in files as `num_processes: 2` and `process_group: {{timeout: 10m}}`. The "
-        "command line wins over variables, and those over the file."
+    others = ", ".join(f"--{name}".replace("_", "-") for name in (*SECTIONS, *catalog.names("loader"), *several))
+    chosen = f"The name of a strategy or precision is enough to choose it: {' '.join(flags)}."
+    further = (
+        f"More options: `{command} --{example.replace('_', '-')} -h` shows those of {example}, and so for the other names "
+        f"and for {others}."
     )
+    elsewhere = (
+        f"Options can also be variables ({PREFIX}NUM_PROCESSES=2, {PREFIX}PROCESS_GROUP__TIMEOUT=10m), or lines of the "
+        "configuration file (`num_processes: 2`, `process_group: {timeout: 10m}`). The command line wins over variables, "
+        "and variables over the file."
+    )
+    return chosen, further, elsewhere

@@ -34,7 +34,7 @@ _EXTRAS: Mapping[Backend, str] = {"torchao": "torchao", "transformer_engine": "t
 
 
 class FP8(Precision):
-    """Matrix products of linear layers in fp8; everything else as with bf16.
+    """Matrix products of linear layers in fp8, other products in bfloat16.
 
         accelerator = Accelerator(mixed_precision="fp8")
         accelerator = Accelerator(mixed_precision=FP8("rowwise", skip=["lm_head"]))
@@ -57,21 +57,21 @@ class FP8(Precision):
             per row, or per row with gradients of weights in high precision (most exact). Or an
             object with all options of a back end; other options about layers and products are an
             error beside it. None: "tensorwise", or the default of the back end.
-        backend: the library that computes in fp8. None: the one that `recipe` is for, else torchao,
+        backend: library that computes in fp8. None: the one that `recipe` is for, else torchao,
             else Transformer Engine, whichever is installed.
-        emulate: whether products are computed in float32 from values that were rounded to fp8, on
-            any hardware, slowly. None: on a CPU alone.
-        enable_fsdp_float8_all_gather: whether weights travel in fp8 under a strategy that shards
-            them, which halves what travels. With the recipe "tensorwise" only; an error under
+        emulate: compute products in float32 from values that were rounded to fp8, on any hardware,
+            slowly. None: on a CPU alone.
+        enable_fsdp_float8_all_gather: send weights in fp8 under a strategy that shards them, which
+            halves what travels. With the recipe "tensorwise" only; an error under
             other strategies.
         skip: names of layers that stay as they are, with `*` and `?` as wildcards; the name of a
             module stands for all layers in it.
-        convert_ends: whether the first and the last linear layer are converted too. They are the
-            most sensitive ones.
+        convert_ends: convert the first and the last linear layer too. They are the most sensitive
+            ones.
         module_filter_func: a function that decides for each linear layer, see `LayerOptions`.
-        output_dtype: the dtype of what a model returns. None leaves it in bf16, which costs
-            nothing.
-        reduce_dtype: the dtype in which gradients travel between processes. None: their own.
+        output_dtype: number format of what a model returns. None leaves it in bfloat16, at no
+            cost.
+        reduce_dtype: number format in which gradients travel between processes. None: their own.
 
     Raises:
         NotInstalledError: if the back end is not installed.
