@@ -1,9 +1,10 @@
-"""How all tests are run: longest files first, no walks over what lives as long as the run, no limit of time per example."""
+"""How all tests are run: longest files first, each from the same random numbers, no walks over what lives as long as the run, no limit of time per example."""
 
 from __future__ import annotations
 
 import gc
 
+import torch
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -48,6 +49,11 @@ def pytest_collection_modifyitems(config, items):
     """Side by side, the longest files come first, in every process alike."""
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
+
+
+def pytest_runtest_setup():
+    """Weights that a test leaves to chance are the same in every run: a failure comes again."""
+    torch.manual_seed(0)
 
 
 def pytest_collection_finish():

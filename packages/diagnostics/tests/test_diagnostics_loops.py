@@ -365,11 +365,12 @@ class Branching(nn.Module):
 
 
 class Talking(nn.Module):
-    """Communicates in its forward."""
+    """Communicates in its forward, and takes the logarithm of numbers below zero."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(3, 3)
+        self.layer = nn.Linear(3, 3, bias=False)
+        nn.init.constant_(self.layer.weight, -1.0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         total = x.sum(0)

@@ -96,6 +96,16 @@ def speak() -> None:
     print("complained", file=sys.stderr)
 
 
+def drawn() -> float:
+    return torch.rand(()).item()
+
+
+def test_ranks_draw_unlike_numbers_and_every_run_draws_the_same() -> None:
+    first, second = run_ranks(drawn, 2)
+    assert first != second
+    assert run_ranks(drawn, 2) == [first, second]
+
+
 def test_results_come_in_rank_order_and_arguments_travel() -> None:
     assert run_ranks(identity, 3, {"a": 1}) == [(0, {"a": 1}), (1, {"a": 1}), (2, {"a": 1})]
     assert run_ranks(identity, 1, value="by name") == [(0, "by name")]

@@ -13,6 +13,7 @@ from a server that has imported torch once and lives as long as the test process
 start of a rank cheap. A rank finds the environment that torchrun would give it, and it leaves
 through the interpreter's own shutdown: threads are waited for, `atexit` callbacks run, objects are
 finalized. A rank that fails or aborts on its way out has failed, whatever its function returned.
+torch's random numbers begin at the rank's number: ranks differ, and every run draws the same.
 What the server had loaded is not taken down in every rank, which would cost more than most tests
 do: who tests the very end of a process, the destructors of C++ libraries included, starts a script.
 """
@@ -384,7 +385,7 @@ def _call(task: bytes, results: Connection) -> int:
     # A rank is started like a script: workers of its loaders are forked, and not by the server that forked the rank.
     multiprocessing.set_start_method(None, force=True)
     torch.set_num_threads(1)  # OMP_NUM_THREADS was read when the server loaded the library
-    torch.seed()  # as in a process of its own: forked ranks would share the server's stream, and hide what real ones show
+    torch.manual_seed(int(os.environ.get("RANK", "0")))
     try:
         function, args, kwargs = pickle.loads(task)
         # Plain pickle: multiprocessing's would pass tensors as handles on a process that is about to end.
