@@ -51,7 +51,7 @@ def arguments() -> argparse.Namespace:
         "--report", type=Path, help="write results, versions, devices and outputs to this file, as JSON"
     )
     parser.add_argument("--cpu", action="store_true", help="compute on the CPU, although there are accelerators")
-    parser.add_argument("--devices", type=int, help="how many take part; not given: all, and two processes on a CPU")
+    parser.add_argument("--devices", type=int, help="how many take part; not given: all, and on a CPU two processes")
     parser.add_argument("--quick", action="store_true", help="leave out what takes long, for a run in CI")
     parser.add_argument("--folder", type=Path, help="for checkpoints; several machines share it. Not given: a new one")
     parser.add_argument("--patience", type=float, default=1.0, help="a factor for every limit of time")

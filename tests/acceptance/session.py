@@ -37,6 +37,9 @@ LAUNCHERS = ("ACCELERATE_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI", "MV2_", "
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 """Variables that ranks of tests are given to hide devices from them."""
 
+GRACE = 20.0
+"""Seconds that ranks have to be told of the one that has failed: the Watch looks for ten, where only a device waits."""
+
 SHOWN = 4000
 """Characters of a rank's output that a report keeps."""
 
@@ -74,7 +77,7 @@ class Session:
 
             self._world = World.current(cpu=True, timeout=timedelta(hours=2))
         self.machines = self._of_all(facts)
-        count = self.place.size if self.launched else facts["count"] or 2
+        count = self.place.size if self.launched else facts["count"] or self.options.devices or 2
         self.machine = facts | {"devices": min(count, options.devices or count), "quick": options.quick}
         self.print(
             f"{self.machine['devices']} × {(facts['names'] or ['CPU'])[0]}, torch {facts['torch']}, on {facts['host']}"
@@ -197,7 +200,9 @@ def outcome(
 ) -> tuple[list[RankReport], list[tuple[str, str]]]:
     try:
         with redirect_stdout(StringIO()):  # what passing ranks have written is not asked for
-            values = run_ranks(run_check, size, *arguments, timeout=seconds, env=env, devices=True, **where)
+            values = run_ranks(
+                run_check, size, *arguments, timeout=seconds, grace=GRACE, env=env, devices=True, **where
+            )
     except RanksFailed as error:
         return error.reports, []
     return [RankReport(rank, "returned", False, 0, "", "", "") for rank in range(size)], values

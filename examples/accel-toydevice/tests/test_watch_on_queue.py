@@ -114,11 +114,10 @@ MISSING = [
 
 @pytest.fixture(scope="module")
 def launches() -> Launches:
-    run = partial(partial, run_ranks, timeout=90, env={"TOY_QUEUE_LENGTH": "64"})
+    run = partial(partial, run_ranks, timeout=90, grace=WITHIN, env={"TOY_QUEUE_LENGTH": "64"})
     calls = {(missing, where): run(train, 2, missing, where) for missing, where, _ in MISSING}
     calls["slow"] = run(train, 2, None, "item", 9.0)
-    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(AT_ONCE) as pool:
-        patch.setattr("accel_testing.ranks.GRACE", WITHIN)
+    with ThreadPoolExecutor(AT_ONCE) as pool:
         return {name: pool.submit(call) for name, call in calls.items()}
 
 

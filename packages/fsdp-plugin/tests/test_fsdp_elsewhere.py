@@ -88,9 +88,8 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def launches() -> Launches:
-    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(len(CASES)) as pool:
-        patch.setattr("accel_testing.ranks.GRACE", 15.0)
-        return {calls: pool.submit(run_ranks, calls, 2, timeout=60) for calls in CASES}
+    with ThreadPoolExecutor(len(CASES)) as pool:
+        return {calls: pool.submit(run_ranks, calls, 2, timeout=60, grace=15.0) for calls in CASES}
 
 
 def reports_of(launch: Future[list[Any]]) -> list[RankReport]:
@@ -145,14 +144,15 @@ def each_in_its_call(strategy: str, pair: tuple[str, str], folder: Path) -> None
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_any_call_of_the_library_against_any_other_ends_all_ranks(
-    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("accel_testing.ranks.GRACE", 15.0)
+def test_any_call_of_the_library_against_any_other_ends_all_ranks(strategy: str, tmp_path: Path) -> None:
     with ThreadPoolExecutor(6) as pool:
         launches = {
             pair: pool.submit(
-                run_ranks, partial(each_in_its_call, strategy, pair, tmp_path / "-".join(pair)), 2, timeout=90
+                run_ranks,
+                partial(each_in_its_call, strategy, pair, tmp_path / "-".join(pair)),
+                2,
+                timeout=90,
+                grace=15.0,
             )
             for pair in PAIRS
         }

@@ -15,7 +15,7 @@ TOLERANCES = {"no": 2e-4, "bf16": 3e-2, "fp16": 3e-2, "fp8": 0.1}
 
 def compared(run: Run, precision: str = "no", split: bool = False, shape: Shape | None = None, **options: Any) -> str:
     """Six steps, against the reference in the same dtype. In fp8, against bf16."""
-    shape = shape or Shape(rows=max(8, 2 * run.size))
+    shape = shape or Shape(rows=run.size * max(2, 8 // run.size))
     dtype = LOW.get(precision, torch.bfloat16 if precision == "fp8" else None)
     found = Trainer(run, STEPS, {"mixed_precision": precision, **options}, shape, split).train()
     return assert_near(found, reference(run, STEPS, dtype, shape), TOLERANCES[precision])

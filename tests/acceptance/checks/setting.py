@@ -81,13 +81,16 @@ def backends(device: torch.device) -> dict[str, timedelta]:
 
 
 @check(devices=ALL, on="cuda")
-def bound_group(run: Run) -> str:
-    """The process group is bound to its device, so that communicators are made at once and split."""
+def connected_group(run: Run) -> str:
+    """The process group is connected when it is made. It stays bound to its device only where its backend splits no groups."""
     run.accelerator()
     group = dist.group.WORLD
     assert group is not None
-    assert group.bound_device_id == run.device, f"bound to {group.bound_device_id}"
-    return str(group.bound_device_id)
+    backend = group._get_backend(run.device)
+    bound = None if backend.supports_splitting else run.device
+    assert group.bound_device_id == bound, f"bound to {group.bound_device_id}"
+    assert backend._is_initialized(), "its communicator is made in the middle of the first step"
+    return "connected"
 
 
 @check(on="cuda")

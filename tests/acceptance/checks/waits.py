@@ -13,6 +13,18 @@ import torch
 from acceptance.registry import ALL, ANY, Run, check, skip
 from acceptance.training import Shape, Trainer, loss_of, make_data
 
+from accel_core import Tracker
+
+
+class Listener(Tracker):
+    """It keeps nothing: what is asked is when it is given something."""
+
+    name = "listener"
+
+    def start(self, run: Any) -> None: ...
+
+    def log(self, values: Any, step: int | None) -> None: ...
+
 
 @contextmanager
 def no_waits(run: Run) -> Iterator[None]:
@@ -149,7 +161,7 @@ def metrics(run: Run) -> None:
 
 @check(on="accelerator")
 def loading(run: Run) -> None:
-    """Batches out of pinned memory, and scalars that are logged."""
+    """Batches out of pinned memory."""
     accelerator = run.accelerator()
     data = make_data(4).tensors[0]
     loader = accelerator.prepare(torch.utils.data.DataLoader(data, batch_size=4, pin_memory=True))
@@ -158,6 +170,16 @@ def loading(run: Run) -> None:
     with no_waits(run):
         for _ in range(3):
             next(batches)
+
+
+@check(on="accelerator")
+def logging(run: Run) -> None:
+    """`log` of scalars that the device has still to compute."""
+    accelerator = run.accelerator(log_with=Listener())
+    accelerator.init_trackers("waits")
+    value = torch.ones(4, device=run.device)
+    watched(run, lambda: accelerator.log({"loss": value.sum()}), "log")
+    accelerator.end_training()
 
 
 @check(on="accelerator")

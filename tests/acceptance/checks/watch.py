@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from acceptance.registry import Run, check
 from acceptance.training import Shape, Trainer, loss_of
+
+from accel_core import Accelerator
 
 
 def names(*words: str) -> Callable[[Sequence[Any]], str]:
@@ -29,13 +30,13 @@ def names(*words: str) -> Callable[[Sequence[Any]], str]:
     return judge
 
 
-def train(run: Run, disturb: Callable[[int], None], read: bool = True) -> None:
+def train(run: Run, disturb: Callable[[Accelerator], None], read: bool = True) -> None:
     """Steps of DDP, for as long as it goes; `read`: the host waits for each loss."""
     trainer = Trainer(run, 1, {}, Shape(rows=4 * run.size))
     (tokens,) = next(iter(trainer.loader))
     for step in range(1_000_000):
         if run.rank == 1 and step == 5:
-            disturb(step)
+            disturb(trainer.accelerator)
         loss = loss_of(trainer.model, tokens)
         trainer.accelerator.backward(loss)
         trainer.optimizer.step()
@@ -44,7 +45,7 @@ def train(run: Run, disturb: Callable[[int], None], read: bool = True) -> None:
             loss.item()
 
 
-def stop(_: int) -> None:
+def stop(_: Accelerator) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -67,11 +68,11 @@ def stopped_in_a_collective(run: Run) -> None:
     value = torch.ones(1 << 20, device=run.device)
     for step in range(1_000_000):
         if run.rank == 1 and step == 5:
-            stop(step)
+            stop(accelerator)
         accelerator.gather(value).sum().item()
 
 
-def fail(_: int) -> None:
+def fail(_: Accelerator) -> None:
     raise ValueError("failed on purpose")
 
 
@@ -81,7 +82,7 @@ def failed(run: Run) -> None:
     train(run, fail)
 
 
-def die(_: int) -> None:
+def die(_: Accelerator) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -100,19 +101,10 @@ def mismatch(run: Run) -> None:
         accelerator.reduce(value) if run.rank == 1 and step == 5 else accelerator.gather(value)
 
 
-@check(devices=2, judge=names("wait_for_everyone()"), seconds=75, on="cuda")
-def mismatch_of_torch(run: Run) -> None:
-    """A rank leaves out an all-reduce of torch, and waits at a barrier; the host of the other waits in `synchronize`.
-
-    The flight recorder of NCCL tells that from a rank that computes: no window has begun.
-    """
-    accelerator = run.accelerator()
-    value = torch.ones(1 << 20, device=run.device)
-    for step in range(20):
-        if run.rank == 1 and step == 5:
-            accelerator.wait_for_everyone()
-        dist.all_reduce(value)
-        torch.accelerator.synchronize()
+@check(devices=2, judge=names("wait_for_everyone()"), seconds=75)
+def barrier_before_a_step(run: Run) -> None:
+    """A rank waits at a barrier, and the other has begun its next step: the host of that one waits in `loss.item()`."""
+    train(run, Accelerator.wait_for_everyone)
 
 
 @check(devices=2, seconds=90)

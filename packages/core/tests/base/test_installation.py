@@ -7,7 +7,7 @@ import pytest
 from accel_core.base import installation
 from accel_core.base.installation import how_to_install
 
-CLONE = "of the accel repository, for {} is on no package index yet: pip install"
+CLONE = "of the accel repository, because {} is on no package index yet: pip install"
 
 
 @pytest.fixture

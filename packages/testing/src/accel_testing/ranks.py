@@ -58,9 +58,6 @@ _preloaded = [
 _processes = threading.Lock()
 # multiprocessing keeps one list of a process's children, and looks after it at each start: launches from several threads.
 
-GRACE = 5.0
-"""Seconds that the other ranks have to end by themselves once one rank has failed."""
-
 _STACKS_SIGNAL = signal.SIGUSR1
 
 _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
@@ -127,6 +124,7 @@ def run_ranks(
     world_size: int = 2,
     *args: Any,
     timeout: float = 60.0,
+    grace: float = 5.0,
     env: Mapping[str, str | None] | None = None,
     devices: bool = False,
     **kwargs: Any,
@@ -142,26 +140,28 @@ def run_ranks(
         env: environment variables of all ranks, on top of this process's own and of torchrun's;
             None removes one. Variables that torch reads at import are read once, when the first
             call starts the server.
+        grace: seconds that the other ranks have to end by themselves once one rank has failed.
         devices: whether ranks see the GPUs of this machine. By default a function that makes a
             world computes on the CPU, on machines with GPUs as without: those of NVIDIA and AMD are
             hidden. Devices of other kinds cannot be hidden: ask for `cpu=True` there.
 
     Raises:
         RanksFailed: with the traceback of each rank that raised and the stacks of each rank that
-            was stuck. When one rank fails, the others have `GRACE` seconds to end.
+            was stuck.
     """
     task = pickle.dumps((function, args, kwargs))
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder, _reserved_port() as port:
         ranks = [_Rank(rank, Path(folder)) for rank in range(world_size)]
         try:
+            hidden = {} if devices else dict.fromkeys(_VISIBLE, "-1")
             for rank in ranks:
-                hidden = {} if devices else dict.fromkeys(_VISIBLE, "-1")
-                rank.start(task, _environment(rank.rank, world_size, port, {**hidden, **(env or {})}), timeout)
-            _await(ranks, time.monotonic() + timeout)
+                environment = _environment(rank.rank, world_size, port, {**hidden, **(env or {})})
+                rank.start(task, environment, timeout + 2 * grace)
+            _await(ranks, time.monotonic() + timeout, grace)
         finally:
             _kill(ranks)
         failed_alone = any(rank.failed and not rank.killed for rank in ranks)
-        limit = f"{GRACE:g} s after another rank failed" if failed_alone else f"{timeout:g} s after the start"
+        limit = f"{grace:g} s after another rank failed" if failed_alone else f"{timeout:g} s after the start"
         reports = [rank.report(limit) for rank in ranks]
     if any(report.failed for report in reports):
         raise RanksFailed(getattr(function, "__qualname__", repr(function)), reports)
@@ -183,7 +183,7 @@ class _Rank:
     running: bool = field(init=False, default=False)
     killed: bool = field(init=False, default=False)
 
-    def start(self, task: bytes, environment: dict[str, str], timeout: float) -> None:
+    def start(self, task: bytes, environment: dict[str, str], limit: float) -> None:
         context = multiprocessing.get_context("forkserver")
         # `pytest` started as a script is the main module, which each child imports once more.
         context.set_forkserver_preload([*_preloaded, *(["pytest"] if "pytest" in sys.modules else [])])
@@ -191,7 +191,7 @@ class _Rank:
         self.output_file.touch()
         self.process = context.Process(
             target=_run_rank,
-            args=(task, theirs, environment, str(self.output_file), str(self.stacks_file), timeout + 2 * GRACE),
+            args=(task, theirs, environment, str(self.output_file), str(self.stacks_file), limit),
             name=f"rank {self.rank}",
         )
         with _processes:
@@ -291,12 +291,12 @@ def _reserved_port() -> Iterator[int]:
         yield holder.getsockname()[1]
 
 
-def _await(ranks: list[_Rank], deadline: float) -> None:
+def _await(ranks: list[_Rank], deadline: float, grace: float) -> None:
     """Receives and reaps until every rank has exited, the time is over, or a failure's grace is."""
     failed = False
     while running := [rank for rank in ranks if rank.running]:
         if not failed and any(rank.failed for rank in ranks):
-            failed, deadline = True, min(deadline, time.monotonic() + GRACE)
+            failed, deadline = True, min(deadline, time.monotonic() + grace)
         connections: dict[Any, _Rank] = {rank.results: rank for rank in running if rank.results is not None}
         sentinels: dict[Any, _Rank] = {rank.process.sentinel: rank for rank in running}
         ready = wait([*connections, *sentinels], max(0.0, deadline - time.monotonic()))

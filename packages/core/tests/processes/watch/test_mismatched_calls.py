@@ -112,9 +112,7 @@ def run(calls: Callable[[Accelerator, Path], None], folder: Path) -> None:
 @pytest.fixture(scope="module")
 def launches(tmp_path_factory: pytest.TempPathFactory) -> Launches:
     folder = tmp_path_factory.mktemp("elsewhere")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("accel_testing.ranks.GRACE", 15.0)
-        return side_by_side({calls: partial(run_ranks, run, 2, calls, folder, timeout=60) for calls in WHERE})
+    return side_by_side({calls: partial(run_ranks, run, 2, calls, folder, timeout=60, grace=15.0) for calls in WHERE})
 
 
 def reports_of(launch: Future[list[Any]]) -> list[RankReport]:

@@ -105,28 +105,26 @@ def launches(request: pytest.FixtureRequest, folder: Path) -> Launches:
     """What has become of every launch that is wanted, those that take longest first."""
     calls = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
     wanted = {(params["leave"], params["culprit"]) for params in calls if "leave" in params}
-    run = partial(partial, run_ranks, timeout=90)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("accel_testing.ranks.GRACE", WITHIN)
-        return side_by_side(
-            {
-                **{
-                    (leave, culprit): run(train, 3, leave, culprit, "backward")
-                    for leave in (raise_beside_a_stubborn_thread, be_stopped, *dict(LEAVING))
-                    for culprit in (0, 1)
-                    if (leave, culprit) in wanted
-                },
-                be_slow: run(be_slow, 3),
-                be_suspended: run(be_suspended, 2, folder),
-                **{(exit_quietly, call): run(train, 2, exit_quietly, 1, call) for call in IN},
-                hold_the_interpreter: run(hold_the_interpreter, 2),
-                end_while_others_save: run(end_while_others_save, 2),
-                **{(call_alone, call): run(call_alone, 3, call, folder / "weights") for call in ALONE},
-                raw_barrier: run(raw_barrier, 2),
-                adopted: run(adopted, 2),
-                break_off_on_the_host: run(break_off_on_the_host, 3),
-            }
-        )
+    run = partial(partial, run_ranks, timeout=90, grace=WITHIN)
+    return side_by_side(
+        {
+            **{
+                (leave, culprit): run(train, 3, leave, culprit, "backward")
+                for leave in (raise_beside_a_stubborn_thread, be_stopped, *dict(LEAVING))
+                for culprit in (0, 1)
+                if (leave, culprit) in wanted
+            },
+            be_slow: run(be_slow, 3),
+            be_suspended: run(be_suspended, 2, folder),
+            **{(exit_quietly, call): run(train, 2, exit_quietly, 1, call) for call in IN},
+            hold_the_interpreter: run(hold_the_interpreter, 2),
+            end_while_others_save: run(end_while_others_save, 2),
+            **{(call_alone, call): run(call_alone, 3, call, folder / "weights") for call in ALONE},
+            raw_barrier: run(raw_barrier, 2),
+            adopted: run(adopted, 2),
+            break_off_on_the_host: run(break_off_on_the_host, 3),
+        }
+    )
 
 
 def reports_of(launch: Future[list[Any]]) -> list[RankReport]:
