@@ -26,12 +26,12 @@ TOPICS: Mapping[str, tuple[str, ...]] = {
 """Plots, and how the names of their lines begin."""
 
 INTRODUCTION = """\
-What accel costs, beside Hugging Face Accelerate and Lightning Fabric, in turns in each round. Differences and ratios are within a
-round; figures without a sign or × depend on the machine. [How each row is measured](../benchmarks/README.md).
-[Performance](performance.md) explains figures of this run and of earlier ones.
+These benchmarks measure the cost of accel, beside Accelerate and Lightning Fabric. All libraries take turns in each round.
+Differences and ratios are within a round; figures without a sign or × depend on the machine. [How each row is measured](../benchmarks/README.md).
+[Performance](performance.md) explains figures of this run and earlier ones.
 
 - **figure** is accel's median over {fewest} to {most} rounds a row, and **interval** holds the middle half of them. Bars show the same.
-- A figure with a sign is a difference to the raw loop; one with × is a ratio to it. **raw** is the median of the raw loop itself.
+- A figure with a sign is a difference to the raw loop; one with × is a ratio to it. **raw** is the median of that loop.
 - **gate** is the limit that we set ourselves, a dotted line in the plots. Less is better everywhere.
 - For the peers, the table has only medians. "–": not measured."""
 

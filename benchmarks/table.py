@@ -58,14 +58,15 @@ class Measure:
         if not values:  # what is compared with is not installed
             return dict.fromkeys(COLUMNS, "–") | {"row": self.name}
         low, middle, high = quartiles(values)
+        more = self._more_digits(middle)
         bases = [measured[self.base] for measured in rounds if self.base in measured]
         raw = [figures[self.figure] * self.scale for figures in bases] if self.against else []
         cells = {
             "row": self.name,
             "gate": "" if self.limit is None else f"≤ {self._text(self.limit)}",
-            "figure": self._text(middle),
-            "interval": f"{self._text(low)} … {self._text(high)}",
-            "raw": f"{statistics.median(raw):.4g} {self.unit}" if raw else "",
+            "figure": self._text(middle, more),
+            "interval": f"{self._text(low, more)} … {self._text(high, more)}",
+            "raw": f"{four_digits(statistics.median(raw))} {self.unit}" if raw else "",
             "verdict": "" if self.limit is None else ("met" if middle <= self.limit else "MISSED"),
         }
         for peer in PEERS:
@@ -73,10 +74,23 @@ class Measure:
             cells[peer] = self._text(statistics.median(figures)) if figures else "–"
         return cells
 
-    def _text(self, value: float) -> str:
+    def _more_digits(self, middle: float) -> int:
+        """How many digits more than usual show on which side of the gate the median is."""
+        if self.limit is None or middle == self.limit:
+            return 0
+        return next((more for more in range(12) if self._text(middle, more) != self._text(self.limit, more)), 0)
+
+    def _text(self, value: float, more: int = 0) -> str:
         if self.against == "/":
-            return f"× {value:.3f}"
-        return f"{value:+.1f} {self.unit}" if self.against == "-" else f"{value:.3g} {self.unit}".strip()
+            return f"× {value:.{3 + more}f}"
+        if self.against == "-":
+            return f"{value:+.{1 + more}f} {self.unit}"
+        return f"{value:.{3 + more}g} {self.unit}".strip()
+
+
+def four_digits(value: float) -> str:
+    """Four digits of a number, and all of those before its point; no power of ten."""
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:

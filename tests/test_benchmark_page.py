@@ -50,6 +50,31 @@ def test_the_page_says_what_was_measured_and_on_what(writer, tmp_path):
     assert files[1].read_text().startswith("<?xml")
 
 
+@pytest.mark.parametrize(
+    ("against", "limit", "factor", "figure", "verdict"),
+    [
+        ("/", 1.0, 1.00002, "× 1.00002", "MISSED"),
+        ("/", 1.0, 1.0, "× 1.000", "met"),
+        ("/", 1.0, 1.25, "× 1.250", "MISSED"),
+        ("", 1.0, 1.00002, "1.00002 s", "MISSED"),
+        ("", 1.0, 0.99998, "0.99998 s", "met"),
+        ("-", 0.0, 1.01, "+0.01 s", "MISSED"),
+    ],
+)
+def test_a_figure_has_the_digits_that_tell_it_from_its_gate(writer, against, limit, factor, figure, verdict):
+    rounds = [{"plain": {"cpu": 1.0}, "accel": {"cpu": factor}}]
+    measure = writer.Measure("a row", "cpu", limit, against=against, unit="s", scale=1)
+    row = measure.row(rounds)
+    assert (row["figure"], row["verdict"]) == (figure, verdict)
+    assert row["interval"] == f"{figure} … {figure}"
+
+
+def test_the_raw_loop_is_shown_without_powers_of_ten(writer):
+    rounds = [{"plain": {"cpu": 23.041}, "accel": {"cpu": 23.0}}]
+    assert writer.Measure("a row", "cpu", against="/", unit="ms", scale=1e3).row(rounds)["raw"] == "23041 ms"
+    assert writer.Measure("a row", "cpu", against="/", unit="s", scale=1).row(rounds)["raw"] == "23.04 s"
+
+
 def test_equal_results_give_equal_files(writer, tmp_path):
     one = writer.write(results(writer), tmp_path / "a" / "benchmarks.md")
     other = writer.write(results(writer), tmp_path / "b" / "benchmarks.md")

@@ -187,7 +187,8 @@ def test_a_folder_without_a_checkpoint_is_no_answer(way, tmp_path, capsys):
     assert command(tmp_path / "nowhere", *way) == 2
     printed = capsys.readouterr()
     assert "has no manifest.json" in printed.err
-    assert "there is no such folder" in printed.err
+    nowhere = str(tmp_path / "nowhere")
+    assert printed.err.endswith(f"\nThere is no folder {nowhere!r}. Give a folder that a run has saved.\n")
     assert not printed.out
 
 

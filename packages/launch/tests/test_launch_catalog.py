@@ -33,6 +33,20 @@ def test_every_option_has_help_from_a_docstring():
     assert [option.key for option in everything if not option.help] == []
 
 
+def test_help_is_about_what_can_be_typed_outside_of_python():
+    everything = [
+        *CATALOG.own.values(),
+        *(each for name in CATALOG.sections for each in CATALOG.section(name).values()),
+    ]
+    unfit = ("in Python also", "None:", "; not given", "or a `", "or an object", "or a function")
+    texts = [option.help for option in everything if not option.field.python_only]
+    assert not [text for text in texts for words in unfit if words in text]
+    assert CATALOG.own["strategy"].help.startswith(
+        'way to divide the training among processes: the name of an installed one. Not given: "ddp", or "single"'
+    )
+    assert CATALOG.section("wandb")["name"].help == "name shown for the run. Not given: the service invents one."
+
+
 def test_an_option_has_one_name_in_three_spellings():
     option = CATALOG.section("fsdp")["cpu_offload"]
     assert (option.key, option.flag, option.variable) == (

@@ -114,7 +114,7 @@ def test_help_says_where_each_shell_looks(capsys):
         main(["completion", "-h"])
     text = capsys.readouterr().out
     for shell, place in completion.SHELLS.items():
-        assert f"accel completion {shell} > {place}" in text
+        assert f"mkdir -p {place.rpartition('/')[0]}\n  accel completion {shell} > {place}\n" in text
 
 
 def test_a_command_without_a_parser_completes_files_and_a_broken_one_is_named(tmp_path, monkeypatch, capsys):

@@ -47,21 +47,21 @@ class Accelerator(CheckpointMethods, RecordingMethods, LoopMethods, CollectiveMe
                 scheduler.step()
                 optimizer.zero_grad()
 
-    What is not given here is taken from outside: a launcher's command line, then the environment,
+    If you leave an argument out, accel takes it from outside: a launcher's command line, then the environment,
     then a launcher's file. Building the first one is a collective: it starts the process group.
 
     Args:
         device_placement: move models and batches to the device.
         split_batches: divide the batch of a loader among the processes. Otherwise each gets a whole batch.
-        mixed_precision: number format to compute in: "no" for full precision, the name of an installed
-            precision, or a `Precision`. Not given: ACCELERATE_MIXED_PRECISION, else "no".
+        mixed_precision: number format to compute in: "no" for full precision, or the name of an installed
+            precision; in Python also a `Precision`. Not given: ACCELERATE_MIXED_PRECISION, else "no".
         gradient_accumulation_steps: number of small batches whose gradients are added up before the weights
             change, at least 1. Not given: ACCELERATE_GRADIENT_ACCUMULATION_STEPS, else 1.
         cpu: train on the CPU even if there is an accelerator. Not given: ACCELERATE_USE_CPU, else False.
-        strategy: way to divide the training among processes: the name of an installed one, or a `Strategy`.
-            Not given: ACCELERATE_STRATEGY, else "ddp", or "single" for one process.
-        loader: way to give each process its part of the data: the name of an installed loader, or an object. Not
-            given: ACCELERATE_LOADER, else "sharded" if installed, else that of the core, for one process.
+        strategy: way to divide the training among processes: the name of an installed one; in Python also a
+            `Strategy`. Not given: ACCELERATE_STRATEGY, else "ddp", or "single" for one process.
+        loader: way to give each process its part of the data: the name of an installed loader; in Python also an
+            object. Not given: ACCELERATE_LOADER, else "sharded" if installed, else that of the core, for one process.
         plugins: objects with further hooks, such as observers.
         dataloader_config: all options of the loader as one object, as accel-data's `DataLoaderConfiguration`.
         dispatch_batches: let one process read the data and send the others their parts.
@@ -82,8 +82,8 @@ class Accelerator(CheckpointMethods, RecordingMethods, LoopMethods, CollectiveMe
         detect_nonfinite: stop at the first value that is infinite or not a number, and name module, process,
             step and samples (`NonFiniteError`). Every step waits for all processes; the one with such a value
             runs again, to find it. Not given: ACCELERATE_DETECT_NONFINITE, else False.
-        log_with: services and files that record the run: names of installed trackers, `Tracker` objects, or
-            "all" for every one that works here. Not given: ACCELERATE_LOG_WITH, else none.
+        log_with: services and files that record the run: names of installed trackers, or "all" for every
+            one that works here; in Python also `Tracker` objects. Not given: ACCELERATE_LOG_WITH, else none.
 
     Raises:
         NotInstalledError: a name is served by a distribution that is not installed; says which.

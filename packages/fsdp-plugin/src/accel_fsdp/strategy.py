@@ -82,21 +82,21 @@ class FSDP(Strategy):
         context_parallel: number of processes that divide each sequence among themselves, where the
             script says so (`accelerator.maybe_context_parallel`).
         wrap: layers that are gathered together, as one unit. None: each of the repeated blocks.
-            Else names of classes, the least number of parameters of a unit, "none" for the whole
-            model as one unit, or a function of a module and its name.
+            Else names of classes, the least number of parameters of a unit, or "none" for the whole
+            model as one unit; in Python also a function of a module and its name.
         parallelize_plan: plan that divides layers among tensor-parallel processes: names, with "*",
             and styles of `torch.distributed.tensor.parallel` or the words "colwise", "rowwise", …;
             or a function of the model and the mesh.
         cpu_offload: keep parameters, gradients and optimizer state in the main memory of the machine.
         activation_checkpointing: compute the results of units again in the backward pass, instead
             of keeping them. Saves memory, costs time.
-        ignored_modules: modules that every process keeps whole, or their names, in which "*" stands
-            for anything. Their gradients are averaged.
+        ignored_modules: names of modules that every process keeps whole, in which "*" stands for
+            anything; in Python also the modules. Their gradients are averaged.
         gather_dtype: number format in which all parameters are gathered. None: the one that the
             precision computes in, if it names one, except for norms and embeddings.
         reduce_unused_parameters: send zeros for parameters that a process did not use, so that
-            processes may use different ones (experts, modalities). Their gradient is then zero and
-            not missing (None), even if no process used them. False is right only if all processes
+            processes may use different ones (experts, modalities). Their gradient is then zero,
+            not missing, even if no process used them. False is right only if all processes
             always use the same: otherwise gradients of different parameters are added up, and no
             message says so.
         shard: number of processes that share a copy of the parameters. None: as many as the other

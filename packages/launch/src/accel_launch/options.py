@@ -25,7 +25,7 @@ class LaunchOptions:
         main_process_ip: address of machine 0, where the machines meet. None: the address that Slurm
             gives, else this machine.
         main_process_port: port on machine 0 at which the machines meet. Several machines need one,
-            unless Slurm starts them, or rdzv_endpoint has it. None: a free port, as for 0.
+            unless Slurm starts them, or --rdzv-endpoint has it. Not given, or 0: a free port.
         device_ids: numbers of the accelerators (such as GPUs) to use on this machine. None: all.
         num_cpu_threads_per_process: number of CPU threads for each process. None: the value of
             OMP_NUM_THREADS, else an equal share of the cores of this machine.
@@ -34,27 +34,27 @@ class LaunchOptions:
         monitor_interval: seconds between two checks whether the processes are alive.
         shutdown_timeout: seconds that processes get to end by themselves before they are killed.
         meeting_timeout: time that a machine waits for the others.
-        rdzv_backend: way in which machines meet. None: each says its number, by machine_rank.
+        rdzv_backend: way in which machines meet. None: each says its number, by --machine-rank.
             "c10d": they are numbered as they arrive, and may join and leave. Other backends of
             torch's rendezvous work too.
-        rdzv_endpoint: address of torch's rendezvous, as host:port. None: main_process_ip and
-            main_process_port.
+        rdzv_endpoint: address of torch's rendezvous, as host:port. None: --main-process-ip and
+            --main-process-port.
         rdzv_id: name of the job in torch's rendezvous, the same on all machines.
         rdzv_conf: further options of torch's rendezvous.
         min_machines: smallest number of machines that continue without the others. Needs a
             rendezvous that lets machines leave, such as "c10d". None: all.
         local_addr: address at which the other machines reach this one. None: its host name.
         log_dir: folder for the output of the processes.
-        redirects: output that goes to files in log_dir instead of the console: 0 nothing, 1
+        redirects: output that goes to files in --log-dir instead of the console: 0 nothing, 1
             standard output, 2 errors, 3 both. "0:3,1:2" sets it for processes 0 and 1 of this
             machine.
-        tee: output that goes to files in log_dir and to the console: 0 nothing, 1 standard output,
+        tee: output that goes to files in --log-dir and to the console: 0 nothing, 1 standard output,
             2 errors, 3 both. "0:3,1:2" sets it for processes 0 and 1 of this machine.
         local_ranks_filter: numbers of the processes of this machine that print to the console.
             None: all.
-        log_line_prefix_template: text before each console line of a process that tee names. It may
+        log_line_prefix_template: text before each console line of a process that --tee names. It may
             contain ${rank}, ${local_rank} and ${role_name}.
-        role: word before the number of a process in console lines that tee shows, as in "[rank0]:".
+        role: word before the number of a process in console lines that --tee shows, as in "[rank0]:".
         numa_binding: CPU cores on which a process may run: "node" and "socket" are all cores near
             its accelerator, "exclusive" and "core-complex" a part of them.
         debug: compare what all processes are about to send each other, and report differences.

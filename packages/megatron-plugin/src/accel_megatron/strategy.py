@@ -52,17 +52,17 @@ class Megatron(Strategy):
     parallelism any module is trained, data-parallel.
 
     Args:
-        tensor_parallel: the number of processes that compute each layer together.
-        pipeline_parallel: the number of processes that the layers are divided among. With more
+        tensor_parallel: number of processes that compute each layer together.
+        pipeline_parallel: number of processes that the layers are divided among. With more
             than one, the script has to train by `accelerator.forward_backward`.
-        virtual_pipeline: the number of stages in each process. None: one. More stages wait less
+        virtual_pipeline: number of stages in each process. None: one. More stages wait less
             for each other, and send more.
         sequence_parallel: let the processes that compute a layer together divide what travels
             between layers along the sequence, which saves memory.
-        context_parallel: the number of processes that each sequence is divided among. The attention
+        context_parallel: number of processes that each sequence is divided among. The attention
             of the model has to support it, as Transformer Engine's does, and the script divides its
             batches: see `megatron.core.utils.get_batch_on_this_cp_rank`.
-        expert_parallel: the number of processes that the experts of a layer are divided among.
+        expert_parallel: number of processes that the experts of a layer are divided among.
         distributed_optimizer: let data-parallel processes divide the state of the optimizer, Adam
             or AdamW, which saves memory.
         overlap_grad_reduce: send gradients while others are computed.

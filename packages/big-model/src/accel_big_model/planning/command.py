@@ -32,10 +32,10 @@ _EPILOG = """The model is a folder with config.json, a config.json of transforme
 of yours that returns a model), or a name on the Hugging Face Hub. Nothing is trained, and no memory
 is allocated for the model. These ways are tried, simplest first:
 
-  one copy of the model on each device (ddp)
+  one device (single), or one copy of the model on each of several devices (ddp)
   one copy divided among all devices (fsdp)
   the same, computing results of layers again instead of keeping them (activation checkpointing)
-  the same, with weights in main memory (CPU offload)
+  the same, with weights, gradients and optimizer state in main memory (CPU offload)
 
   accel plan ./llama --devices 8 --memory 80GiB --batch 4 --output plan.yaml
   accel launch --config-file plan.yaml train.py

@@ -41,7 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         answer, text, status = _verified(asked.folder) if asked.verify else _described(asked.folder, asked.record)
     except (CheckpointError, OSError) as error:
-        print(error, file=sys.stderr)  # noqa: T201
+        absent = isinstance(error, FileNotFoundError) and error.filename == str(asked.folder)
+        told = f"There is no folder {str(asked.folder)!r}. Give a folder that a run has saved." if absent else error
+        print(told, file=sys.stderr)  # noqa: T201
         return NO_ANSWER
     print(json.dumps(answer, indent=2, allow_nan=False) if asked.json else text)  # noqa: T201
     return status

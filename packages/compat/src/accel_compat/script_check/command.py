@@ -18,7 +18,7 @@ _RULES = (*loop.RULES, *naming.RULES, *running.RULES)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """List the lines of a script for Accelerate that behave differently here.
+    """List the lines of a script written for Accelerate that accel treats differently.
 
     Scripts are read, and never run. The exit status is 0 if no line is listed, and 1 otherwise.
     """

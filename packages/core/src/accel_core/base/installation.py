@@ -19,4 +19,4 @@ def how_to_install(requirement: str, *, upgrade: bool = False) -> str:
         return f"Type: {command} {f'{requirement!r}' if extra else name}"
     what = f"'./packages/{UNPUBLISHED[name]}{extra}'" if extra else f"-r requirements/{name}.txt"
     where = "an up-to-date clone" if upgrade else "a clone"
-    return f"Type, in {where} of the accel repository, for {name} is on no package index yet: pip install {what}"
+    return f"Type, in {where} of the accel repository, because {name} is on no package index yet: pip install {what}"

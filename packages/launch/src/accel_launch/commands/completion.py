@@ -36,7 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The arguments of this command."""
-    places = "\n".join(f"  accel completion {shell} > {place}" for shell, place in SHELLS.items())
+    lines = "  mkdir -p {}\n  accel completion {} > {}"
+    places = "\n\n".join(lines.format(place.rpartition("/")[0], shell, place) for shell, place in SHELLS.items())
     end = f"{places}\n\nRun it again after you install packages. zsh reads ~/.zfunc if ~/.zshrc has `fpath=(~/.zfunc $fpath)` before `compinit`."
     layout = argparse.RawDescriptionHelpFormatter
     page = argparse.ArgumentParser(

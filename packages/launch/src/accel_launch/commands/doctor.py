@@ -28,7 +28,7 @@ SWITCHES: Mapping[str, Switch] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Find out why processes do not reach each other, or check a script for Accelerate.
+    """Find out why processes do not reach each other, or check a script written for Accelerate.
 
     Type it on every machine of the run, with the options of `accel launch` and without a script.
     Under Slurm, MPI or torchrun it examines the processes that they started. The exit status is 1

@@ -44,14 +44,14 @@ def _for_options(about: str) -> str:
     """Rewrites the text on a Python argument as that on an option: None is "not given".
 
     Which variable is asked, and a default that is a plain value, stand beside each option, so the
-    text need not name them.
+    text need not name them. What follows "; in Python also" is an object, which nobody can type.
     """
+    about = re.sub(r"; in Python also [^.]*", "", about)
     about = re.sub(
         r" Not given: (?:the environment variable )?ACCELERATE_\w+, else (?:False|none|1|\"no\")\.", "", about
     )
     about = re.sub(r"Not given: ACCELERATE_\w+, else ", "Not given: ", about)
-    about = re.sub(r"(^|\. )None: ", r"\1Not given: ", about)
-    return re.sub(r"([;:] )None: ", r"\1not given: ", about)
+    return re.sub(r"(^|[.;] )None: ", lambda found: f"{found[1].replace(';', '.')}Not given: ", about)
 
 
 def _docstrings(factory: Callable[..., Any]) -> list[str]:

@@ -54,9 +54,9 @@ class FP8(Precision):
 
     Args:
         recipe: how numbers are scaled into the range of fp8: with one factor per tensor (fastest),
-            per row, or per row with gradients of weights in high precision (most exact). Or an
-            object with all options of a back end; other options about layers and products are an
-            error beside it. None: "tensorwise", or the default of the back end.
+            per row, or per row with gradients of weights in high precision (most exact); in Python
+            also an object with all options of a back end, beside which other options about layers
+            and products are an error. None: "tensorwise", or the default of the back end.
         backend: library that computes in fp8. None: the one that `recipe` is for, else torchao,
             else Transformer Engine, whichever is installed.
         emulate: compute products in float32 from values that were rounded to fp8, on any hardware,
