@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -137,6 +140,55 @@ def test_main_memory_is_what_the_system_has(monkeypatch):
     found = get_max_memory()
     assert 1 << 28 < found["cpu"] < 1 << 50
     assert list(get_max_memory({"cpu": "1GiB", "disk": "2GiB"})) == ["cpu", "disk"]
+
+
+GROUPS = {
+    "version 2": ("0::/jobs/mine", "sys/fs/cgroup", "max", "current"),
+    "version 1": ("4:memory:/jobs/mine\n1:cpu:/", "sys/fs/cgroup/memory", "limit_in_bytes", "usage_in_bytes"),
+}
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize(
+    ("limits", "expected"), [({"jobs": 900, "jobs/mine": 700}, 600), ({"jobs": 500}, 400), ({}, None)]
+)
+def test_main_memory_is_what_every_control_group_around_this_process_allows(
+    group, limits, expected, monkeypatch, tmp_path
+):
+    """Their files are copies: a test makes no control groups of its own."""
+    lines, root, limit, used = GROUPS[group]
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(f"{lines}\n")
+    for name in ("jobs", "jobs/mine"):
+        folder = tmp_path / root / name
+        folder.mkdir(parents=True)
+        (folder / f"memory.{limit}").write_text(f"{limits.get(name, 'max' if limit == 'max' else 1 << 62)}\n")
+        (folder / f"memory.{used}").write_text("100\n")
+    monkeypatch.setattr(memory, "Path", lambda path: tmp_path / path.lstrip("/"))
+    found = memory.available_memory()
+    assert found == expected if expected is not None else found > 1 << 20
+
+
+LIMITED = """
+import resource
+from accel_big_model.memory import available_memory
+resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+print(available_memory())
+"""
+
+
+def test_main_memory_is_within_the_limit_of_addresses():
+    ran = subprocess.run([sys.executable, "-c", LIMITED], capture_output=True, text=True, timeout=100, check=True)
+    assert 0 <= int(ran.stdout) < 8 << 30
+
+
+@pytest.mark.parametrize("place", ["meta", "cpuu"])
+def test_places_that_are_none_are_refused(place, monkeypatch):
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=f"max_memory has a limit on '{place}', which is no place for weights"):
+        get_max_memory({place: "1GiB"})
+    with pytest.raises(ValueError, match=f"device_map puts 'a' on '{place}', which is no place for weights"):
+        check_device_map(nn.ModuleDict({"a": nn.Linear(1, 1)}), {"a": place})
 
 
 def test_names_of_dtypes_end_in_their_bits():

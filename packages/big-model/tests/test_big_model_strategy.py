@@ -115,6 +115,14 @@ def test_one_place_brings_inputs_that_come_from_another_device(place, hooked, we
     assert torch.equal(model(X), net()(X))
 
 
+def test_a_model_in_memory_is_placed_by_the_sizes_that_it_has(tmp_path):
+    """`dtype` is that of weights which are read."""
+    halves = Dispatch(max_memory=HALF, no_split_module_classes=["Block"], dtype=torch.bfloat16, offload_folder=tmp_path)
+    model = Accelerator(strategy=halves, cpu=True).build_model(net)
+    assert "disk" in model.hf_device_map.values()
+    assert torch.equal(model(X), net()(X))
+
+
 def test_a_dispatched_model_stays_where_it_is(weights):
     with init_empty_weights():
         model = net()

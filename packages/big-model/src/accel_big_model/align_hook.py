@@ -14,12 +14,13 @@ from torch import nn
 from accel_big_model.hooks import ModelHook
 from accel_big_model.module_tensors import (
     as_device,
+    joined,
     non_persistent_buffers,
     owner_of,
     same_bits,
     set_module_tensor_to_device,
 )
-from accel_big_model.offloaded_parameter import NO_COMPILING, Away, module_path
+from accel_big_model.offloaded_parameter import NO_COMPILING, Away, AwayBuffer, module_path
 from accel_big_model.tied_weights import TiedWeights
 from accel_core.api.component import map_tensors
 
@@ -73,6 +74,7 @@ class AlignDevicesHook(ModelHook):
         self.tied_params_map = tied_params_map
         self.prefetcher = prefetcher
         self._meant = names
+        self.outermost = False  # of a model of which something is offloaded: it looks for weights without a value
         self.input_device: torch.device | None = None
         self.original_devices: dict[str, torch.device] = {}
         self.nbytes = 0
@@ -80,7 +82,7 @@ class AlignDevicesHook(ModelHook):
         self._path = ""  # of the module in the model, with a dot behind it
         self._away: dict[str, torch.Tensor] = {}
         self._fetched: dict[str, torch.Tensor] = {}
-        self._brought: dict[str, tuple[torch.Tensor, int, torch.Tensor | None]] = {}  # its version, or a copy
+        self._brought: dict[str, tuple[torch.Tensor, int]] = {}  # and its version
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Moves the weights to where they compute, or takes them away."""
@@ -144,6 +146,8 @@ class AlignDevicesHook(ModelHook):
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Brings inputs and weights."""
+        if self.outermost:
+            _refuse_empty(module)
         if self.io_same_device:
             self.input_device = _device_of([args, kwargs])
         if self.offload:
@@ -195,13 +199,13 @@ class AlignDevicesHook(ModelHook):
         set_module_tensor_to_device(module, name, device, value=value)
 
     def _bring(self, module: nn.Module) -> None:
-        fetched = self.fetch() if self.prefetcher is None else self.prefetcher.take(self)
-        self._fetched = fetched
-        for name, value in fetched.items():
-            self._place(module, name, value)
-            placed = _tensor_of(module, name)
-            kept = placed.clone() if torch.is_inference_mode_enabled() and _is_written(module, placed) else None
-            self._brought[name] = placed, 0 if placed.is_inference() else placed._version, kept
+        self._refuse_replaced(module)
+        with torch.inference_mode(False), torch.no_grad():  # what is made in that mode does not count writes
+            self._fetched = self.fetch() if self.prefetcher is None else self.prefetcher.take(self)
+            for name, value in self._fetched.items():
+                self._place(module, name, value.clone() if value.is_inference() else value)
+                placed = _tensor_of(module, name)
+                self._brought[name] = placed, placed._version
         if torch.is_grad_enabled():
             for name in self._names:
                 owner, own = owner_of(module, name)
@@ -221,12 +225,26 @@ class AlignDevicesHook(ModelHook):
             owner, own = owner_of(module, name)
             owner._parameters[own] = filled
 
-    def refuse_writes(self, module: nn.Module) -> None:
-        """Raises if the forward wrote to what goes away now, such as statistics, or replaced it."""
-        for name, (placed, version, kept) in self._brought.items():
+    def _refuse_replaced(self, module: nn.Module) -> None:
+        """Raises if a weight that is away was given another value: it is not what is brought."""
+        for name, away in self._away.items():
             found = _tensor_of(module, name)
-            unwritten = found is placed and (found.is_inference() or found._version == version)
-            if unwritten and (kept is None or same_bits(kept, found)):
+            if found is not away and found is not self._brought.get(name, (None,))[0]:  # it may be here already
+                raise RuntimeError(
+                    f"{self._path}{name} of {type(module).__name__} is offloaded, and was given another value, which would not be used. "
+                    f"Give a model its weights first, and dispatch it then."
+                )
+
+    def copies(self) -> dict[str, torch.Tensor]:
+        """Copies of the weights that are here, for `refuse_writes`."""
+        return {name: placed.detach().clone() for name, (placed, _) in self._brought.items()}
+
+    def refuse_writes(self, module: nn.Module, copies: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Raises if what goes away now was written to, or replaced. Of writes through `.data`, only copies know."""
+        for name, (placed, version) in self._brought.items():
+            found = _tensor_of(module, name)
+            unwritten = found is placed and found._version == version
+            if unwritten and (copies is None or same_bits(copies[name], found)):
                 continue
             if found is placed and self.weights_map is not None and self.stored(name).data_ptr() == found.data_ptr():
                 continue  # in main memory, where it was written to
@@ -248,6 +266,8 @@ class AlignDevicesHook(ModelHook):
         owner, own = owner_of(module, name)
         table: dict[str, Any] = owner._parameters if own in owner._parameters else owner._buffers
         table[own] = self._away[name]
+        if isinstance(owner, nn.RNNBase):
+            owner._flat_weights = []  # which would keep what was brought; the next forward lists it anew
 
     def _moved(self, given: Any, device: torch.device) -> Any:
         if isinstance(given, Mapping) and self.skip_keys:
@@ -276,9 +296,15 @@ def _tensor_of(module: nn.Module, name: str) -> Any:
     return owner._parameters.get(own, owner._buffers.get(own))
 
 
-def _is_written(module: nn.Module, tensor: torch.Tensor) -> bool:
-    """Whether to look for writes by values: in inference mode torch counts no versions."""
-    return not isinstance(tensor, nn.Parameter) or getattr(module, "max_norm", None) is not None
+def _refuse_empty(model: nn.Module) -> None:
+    """Raises for a tensor without a value: some of torch's kernels compute with what happens to lie in memory."""
+    for path, module in model.named_modules():
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is not None and not isinstance(tensor, (Away, AwayBuffer)) and tensor.is_meta:
+                raise RuntimeError(
+                    f"{joined(path, name)} of {type(model).__name__} is on the meta device and has no value. A module that was added after the "
+                    f"model was dispatched, such as an adapter, took that device from an offloaded weight: add modules first, and dispatch then."
+                )
 
 
 def _refuse_gradient(parameter: torch.Tensor) -> None:
@@ -315,6 +341,15 @@ def align_module_device(module: nn.Module, execution_device: DeviceLike | None =
     Weights that are offloaded are brought, and changing them raises; of others, parameters go to
     `execution_device` and back. None: where the hook computes, or where they are.
     """
+    with aligned(module, execution_device, looks_for_writes=True):
+        yield
+
+
+@contextmanager
+def aligned(module: nn.Module, execution_device: DeviceLike | None, looks_for_writes: bool) -> Iterator[None]:
+    """`align_module_device`. A block that only reads needs no copies by which writes through `.data` are found."""
+    if execution_device is not None and as_device(execution_device).type == "meta":
+        raise ValueError("align_module_device() was asked for 'meta', where weights have no values. Name a device.")
     if has_offloaded_params(module):
         hook: Any = next(
             each
@@ -326,8 +361,9 @@ def align_module_device(module: nn.Module, execution_device: DeviceLike | None =
         try:
             hook.begin(module)
             hook.pre_forward(module)
+            copies = hook.copies() if looks_for_writes else None
             yield
-            hook.refuse_writes(module)
+            hook.refuse_writes(module, copies)
         finally:
             hook.end(module)
             hook.execution_device = before

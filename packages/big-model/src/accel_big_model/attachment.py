@@ -148,6 +148,13 @@ def attach_align_device_hook_on_blocks(
             attach_execution_device_hook(block, device, skip_keys, preload_module_classes, tied_params_map)
 
     attach(module, module_name)
+    if any(offloads.values()):
+        look_for_empty(module)
+
+
+def look_for_empty(model: nn.Module) -> None:
+    """Has the hook of a model raise for tensors without a value, before the model is called."""
+    getattr(model._hf_hook, "hooks", [model._hf_hook])[-1].outermost = True
 
 
 def _below(name: str, weights: Mapping[str, torch.Tensor] | None) -> PrefixedDataset | None:

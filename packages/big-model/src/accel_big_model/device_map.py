@@ -14,15 +14,15 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
 from torch import nn
 
-from accel_big_model.memory import Place, get_max_memory
-from accel_big_model.module_tensors import find_tied_parameters, is_below
+from accel_big_model.memory import Place, check_place, get_max_memory
+from accel_big_model.module_tensors import find_tied_parameters, is_below, joined
 from accel_big_model.shortage import OFFLOADED, Room, check_layers, in_words, left_on_disk
 from accel_big_model.sizes import compute_module_sizes, get_max_layer_size, is_layer
 
@@ -191,7 +191,9 @@ class _Planner:
 
 
 def _parts_of(model: nn.Module) -> list[Part]:
-    return [*model.named_parameters(recurse=False), *model.named_buffers(recurse=False), *model.named_children()]
+    """What lies in a module; under each of its names, if it has several."""
+    tables = (model._parameters, model._buffers, model._modules)
+    return [(name, part) for table in tables for name, part in table.items() if part is not None]
 
 
 def _children(name: str, module: nn.Module) -> list[Part]:
@@ -229,9 +231,12 @@ def clean_device_map(device_map: Mapping[str, Place], module_name: str = "") -> 
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, Place | torch.device]) -> None:
-    """Raises ValueError unless a map places each parameter and buffer, and nothing else."""
-    names = [*(name for name, _ in model.named_parameters()), *(name for name, _ in model.named_buffers())]
-    known = {*names, *(name for name, _ in model.named_modules())}
+    """Raises ValueError unless a map places each parameter and buffer, and nothing else; by all of its names."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    names = [name for name, _ in [*parameters, *model.named_buffers(remove_duplicate=False)]]
+    known = {*names, *(name for name, _ in model.named_modules(remove_duplicate=False))}
+    for name, place in device_map.items():
+        check_place(place, f"device_map puts {name!r}")
     if unknown := [name for name in device_map if name not in known]:
         raise ValueError(
             f"device_map names {', '.join(map(repr, unknown))}, and {type(model).__name__} has no such part."
@@ -241,6 +246,32 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Place | torch.de
             f"device_map gives no place to {', '.join(left_out[:5])}{', …' if len(left_out) > 5 else ''}. Add them, or the modules that they "
             f"are in; '' is the place of all that has no other."
         )
+
+
+def without_nesting(model: nn.Module, device_map: Mapping[str, Place]) -> Mapping[str, Place]:
+    """The same map, where no name lies in another one: a module that has exceptions in it is replaced by its parts."""
+    divided = {parent for name in device_map if name for parent in _parents(name)}
+    if divided.isdisjoint(device_map):
+        return device_map
+    found: dict[str, Place] = {}
+
+    def walk(name: str, part: nn.Module | torch.Tensor, place: Place | None) -> None:
+        place = device_map.get(name, place)
+        if name in divided and isinstance(part, nn.Module):
+            for own, inner in _parts_of(part):
+                walk(joined(name, own), inner, place)
+        elif place is not None:
+            found[name] = place
+
+    walk("", model, None)
+    return found
+
+
+def _parents(name: str) -> Iterator[str]:
+    """The names of the modules that something lies in, the innermost first."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
 def place_of(name: str, device_map: Mapping[str, Place | torch.device]) -> Place | torch.device:

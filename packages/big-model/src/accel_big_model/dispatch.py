@@ -12,11 +12,15 @@ import torch
 from torch import nn
 
 from accel_big_model.align_hook import AlignDevicesHook, DeviceLike
-from accel_big_model.attachment import attach_align_device_hook, attach_align_device_hook_on_blocks
-from accel_big_model.device_map import check_device_map, place_of
+from accel_big_model.attachment import (
+    attach_align_device_hook,
+    attach_align_device_hook_on_blocks,
+    look_for_empty,
+)
+from accel_big_model.device_map import check_device_map, place_of, without_nesting
 from accel_big_model.hooks import add_hook_to_module
 from accel_big_model.model_hooks import CpuOffload, UserCpuOffloadHook
-from accel_big_model.module_tensors import as_device, find_tied_parameters, retie_parameters, same_bits
+from accel_big_model.module_tensors import as_device, find_tied_parameters, retie_parameters, same_bits, tensors_of
 from accel_big_model.prefetch import Prefetcher
 from accel_big_model.tied_weights import TiedWeights
 from accel_big_model.weights import INDEX, OffloadedWeightsLoader, offload_state_dict
@@ -82,7 +86,7 @@ class _Store:
 
     def weights(self, offloaded: Sequence[Place]) -> Mapping[str, torch.Tensor]:
         """The weights of offloaded places. Writes those on "disk" to a folder without an index."""
-        own = self._model.state_dict() if self._state_dict is None else self._state_dict
+        own = tensors_of(self._model) if self._state_dict is None else self._state_dict
         by_place: dict[Place, dict[str, torch.Tensor]] = {"cpu": {}, "disk": {}}
         for name, value in own.items():
             if (place := place_of(name, self._places)) in by_place and place in offloaded:
@@ -182,10 +186,11 @@ def spread(
             kept[tensor.data_ptr()] = {}
     shared = TiedWeights(tied)
     shared.keep_resident(model, lambda name: place_of(name, places) in offloaded)
+    blocks = without_nesting(model, places)
     attach_align_device_hook_on_blocks(
         model,
-        {name: main_device if place in offloaded else place for name, place in places.items()},
-        {name: place in offloaded for name, place in places.items()},
+        {name: main_device if place in offloaded else place for name, place in blocks.items()},
+        {name: place in offloaded for name, place in blocks.items()},
         weights_map=weights,
         offload_buffers=offload_buffers,
         skip_keys=skip_keys,
@@ -206,7 +211,7 @@ def _kept(
     """The store, behind what is offloaded to main memory: that is there, and not read again."""
     if "cpu" not in offloaded:
         return store
-    own = {name: value for name, value in model.state_dict().items() if place_of(name, places) == "cpu"}
+    own = {name: value for name, value in tensors_of(model).items() if place_of(name, places) == "cpu"}
     in_memory = {name: value.detach() for name, value in own.items() if not value.is_meta}
     return ChainMap(in_memory, cast("dict[str, torch.Tensor]", store))
 
@@ -221,7 +226,7 @@ class _Refusal:
         """Raises."""
         raise RuntimeError(
             f"to() was called on a {self.name} that is spread over several places: it stays where hf_device_map says. "
-            f"Dispatch it anew by another device_map, or call remove_hook_from_submodules(model) and del model.to first."
+            f"Build the model anew, and load or dispatch that by another device_map."
         )
 
 
@@ -239,7 +244,7 @@ def cpu_offload(
     if execution_device is None:
         execution_device = next(iter(model.parameters())).device
     if state_dict is None:
-        state_dict = {name: value.detach().to("cpu") for name, value in model.state_dict().items()}
+        state_dict = {name: value.detach().to("cpu") for name, value in tensors_of(model).items()}
     return _offloaded(model, execution_device, state_dict, offload_buffers, preload_module_classes)
 
 
@@ -251,7 +256,7 @@ def disk_offload(
     preload_module_classes: Sequence[str] | None = None,
 ) -> M:
     """Keeps a model's weights in a folder, written if it has no index; see `cpu_offload`."""
-    state = model.state_dict()
+    state = tensors_of(model)
     if anew := not (Path(offload_dir) / INDEX).is_file():
         offload_state_dict(offload_dir, state)
     if execution_device is None:
@@ -278,6 +283,7 @@ def _offloaded(
         preload_module_classes=preload_module_classes,
         prefetcher=Prefetcher(TiedWeights(find_tied_parameters(model))),
     )
+    look_for_empty(model)
     return model
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from accel_big_model.align_hook import has_offloaded_params
 from accel_big_model.device_map import check_device_map, infer_auto_device_map, place_of
 from accel_big_model.dispatch import spread
 from accel_big_model.memory import Place, get_balanced_memory
@@ -19,6 +20,7 @@ from accel_big_model.module_tensors import (
     find_tied_parameters,
     retie_parameters,
     set_module_tensor_to_device,
+    tensors_of,
 )
 from accel_big_model.weights import INDEX, OffloadedWeightsLoader, StoredWeights, offload_weight, save_offload_index
 from accel_core import CheckpointError
@@ -82,12 +84,17 @@ def fill(
     offload_buffers: bool,
     folder: str | os.PathLike[str] | None,
 ) -> None:
-    """Puts each weight into its place, one after the other; those on "disk" into a folder, if there is one."""
+    """Puts each weight into its place, one after the other; those on "disk" into a folder, if there is one.
+
+    The folder is then that of this model alone: the index of another one goes before its files do.
+    """
     stays = set() if offload_buffers else {name for name, _ in model.named_buffers()}
     tied = {name: names for names in weights.tied for name in names}
     index: dict[str, dict[str, Any]] = {}
+    _refuse_without_value(model, weights, places, stays)
     if folder is not None and "disk" in places.values():
         Path(folder).mkdir(parents=True, exist_ok=True)
+        (Path(folder) / INDEX).unlink(missing_ok=True)
     for name in weights:
         place = place_of(name, places)
         if place == "disk" and name in stays:
@@ -101,6 +108,23 @@ def fill(
         del value  # so that the next one is alone in main memory
     if folder is not None:
         save_offload_index(index, folder)
+
+
+def _refuse_without_value(
+    model: nn.Module, weights: FittingWeights, places: Mapping[str, Place], stays: Collection[str]
+) -> None:
+    """Raises `ValueError` for a model that is dispatched already, and for what would be read and is in no file."""
+    if any(has_offloaded_params(module) for module in model.modules()):
+        raise ValueError(
+            f"This {type(model).__name__} was to be filled, and is dispatched already: weights that are offloaded are read from "
+            f"where they are. Build the model anew, and fill that."
+        )
+    on_disk = [name for name in weights.wanted if name not in stays and place_of(name, places) == "disk"]
+    if absent := [name for name in on_disk if name not in weights]:
+        raise ValueError(
+            f"{', '.join(absent[:5])}{', …' if len(absent) > 5 else ''} of {type(model).__name__} would be read from 'disk', and the files have no "
+            f"value that fits. Give it another place in the device map, where it keeps its own value."
+        )
 
 
 def planned(
@@ -144,8 +168,7 @@ def wanted_by(model: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.Te
     """The weights that a model has to be filled with: name → a tensor on meta."""
     return {
         name: tensor.to("meta", dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype)
-        for name, tensor in model.state_dict().items()
-        if isinstance(tensor, torch.Tensor)
+        for name, tensor in tensors_of(model).items()
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -40,6 +40,8 @@ def get_max_memory(max_memory: Mapping[Place, int | str] | None = None) -> dict[
             return {accelerator.type: int(available_memory() * HEAD_ROOM)}
         return found | {"cpu": available_memory()}
     limits = {place: convert_file_size_to_int(limit) for place, limit in max_memory.items()}
+    for place in limits:
+        check_place(place, "max_memory has a limit")
     devices = sorted(place for place in limits if isinstance(place, int))
     known = torch.accelerator.device_count()
     if absent := [index for index in devices if known and index >= known]:
@@ -51,24 +53,59 @@ def get_max_memory(max_memory: Mapping[Place, int | str] | None = None) -> dict[
     return {place: limits[place] for place in [*ordered, *(each for each in ("cpu", "disk") if each in limits)]}
 
 
+def check_place(place: Place | torch.device, what: str) -> None:
+    """Raises `ValueError` for what is no place of weights: "meta", or a device that torch does not know."""
+    try:
+        is_place = isinstance(place, int) or place == "disk" or torch.device(place).type != "meta"
+    except RuntimeError:
+        is_place = False
+    if not is_place:
+        raise ValueError(
+            f"{what} on {str(place)!r}, which is no place for weights. Places are numbers of accelerators, 'cpu', 'disk', and names "
+            f"of devices such as 'cuda:0'."
+        )
+
+
 def available_memory() -> int:
-    """Bytes of main memory available to this process, within the limit of its control group."""
+    """Bytes of main memory available to this process, within the limits of its control groups and of its own."""
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():  # which counts the cache too, that gives way
         lines = dict(line.split(":", 1) for line in meminfo.read_text(encoding="ascii").splitlines())
         available = int(lines["MemAvailable"].split()[0]) * 1024
-    return min(available, _left_in_group(available))
+    return max(0, min([available, *_left_in_groups(), *_left_of_own()]))
 
 
-def _left_in_group(otherwise: int) -> int:
-    folder = Path("/sys/fs/cgroup")
+def _left_in_groups() -> Iterator[int]:
+    """What each control group of this process that limits memory has left: its own, and those around it."""
+    groups = Path("/proc/self/cgroup")
+    for line in groups.read_text(encoding="utf-8").splitlines() if groups.exists() else ():
+        _, kinds, path = line.split(":", 2)
+        if kinds and "memory" not in kinds.split(","):
+            continue
+        root = Path("/sys/fs/cgroup/memory" if kinds else "/sys/fs/cgroup")
+        limit, used = ("limit_in_bytes", "usage_in_bytes") if kinds else ("max", "current")
+        own = root / path.lstrip("/")
+        for folder in [each for each in (own, *own.parents) if each.is_relative_to(root)]:
+            try:
+                allowed = (folder / f"memory.{limit}").read_text(encoding="ascii").strip()
+                taken = int((folder / f"memory.{used}").read_text(encoding="ascii"))
+            except OSError:
+                continue  # the root limits nothing, and a container may not see the groups around its own
+            if allowed != "max":
+                yield int(allowed) - taken
+
+
+def _left_of_own() -> Iterator[int]:
+    """What the limit of this process's addresses (`ulimit -v`) leaves."""
     try:
-        limit = (folder / "memory.max").read_text(encoding="ascii").strip()
-        used = int((folder / "memory.current").read_text(encoding="ascii"))
-    except OSError:
-        return otherwise  # no control groups of version 2, or none that limits
-    return otherwise if limit == "max" else max(int(limit) - used, 0)
+        import resource  # which Windows lacks
+    except ImportError:
+        return
+    allowed, _ = resource.getrlimit(resource.RLIMIT_AS)
+    status = Path("/proc/self/statm")
+    if allowed != resource.RLIM_INFINITY and status.exists():
+        yield allowed - int(status.read_text(encoding="ascii").split()[0]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _free_on(index: int) -> int | None:

@@ -68,6 +68,7 @@ class LayerwiseCastingHook(ModelHook):
 
     def __init__(self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool = False) -> None:
         self.storage_dtype, self.compute_dtype, self.non_blocking = storage_dtype, compute_dtype, non_blocking
+        self._is_cast = False
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Casts the weights to the dtype in which they are kept."""
@@ -75,13 +76,20 @@ class LayerwiseCastingHook(ModelHook):
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Casts the weights for the call."""
+        self._is_cast = True
         module.to(dtype=self.compute_dtype, non_blocking=self.non_blocking)
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         """Casts the weights back."""
-        module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
+        self.end(module)
         return output
+
+    def end(self, module: nn.Module) -> None:
+        """Casts the weights back, also after an error."""
+        if self._is_cast:
+            module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
+            self._is_cast = False
 
 
 def attach_layerwise_casting_hooks(

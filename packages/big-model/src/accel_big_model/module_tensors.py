@@ -52,10 +52,17 @@ def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     return model.get_submodule(path) if path else model, own
 
 
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors of its state dict, which may have other things by `get_extra_state`."""
+    return {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+
+
 def same_bits(stored: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether a value in the dtype of what is stored, is that, bit by bit."""
-    value = value.detach().to(stored.device, stored.dtype)
-    found, expected = (each.detach().reshape(-1).view(torch.uint8) for each in (stored, value))
+    """Whether what is stored, in the dtype of a value, is that, bit by bit."""
+    if hasattr(value, "__tensor_flatten__"):  # quantised: of several tensors
+        return all(same_bits(getattr(stored, name), getattr(value, name)) for name in value.__tensor_flatten__()[0])
+    stored, value = stored.detach().to(value.dtype), value.detach().to(stored.device)
+    found, expected = (each.reshape(-1).view(torch.uint8) for each in (stored, value))
     return torch.equal(found, expected)
 
 

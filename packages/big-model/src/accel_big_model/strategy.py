@@ -102,7 +102,7 @@ class Dispatch(Strategy):
             return self._spread(factory())
         with init_empty_weights():
             model = factory()
-        places = self._places(model)
+        places = self._places(model, self._dtype)
         options = {"dtype": self._dtype, "offload_folder": self._folder, **self._options(places)}
         return load_checkpoint_and_dispatch(model, checkpoint, places, **options)
 
@@ -125,7 +125,7 @@ class Dispatch(Strategy):
         return model
 
     def _spread(self, model: nn.Module) -> nn.Module:
-        places = self._places(model)
+        places = self._places(model, None)  # it is in memory, and keeps its dtype
         return dispatch_model(model, places, offload_dir=self._folder, **self._options(places))
 
     def _options(self, places: Mapping[str, Place]) -> dict[str, Any]:
@@ -137,11 +137,11 @@ class Dispatch(Strategy):
             "force_hooks": self._force_hooks or elsewhere,
         }
 
-    def _places(self, model: nn.Module) -> dict[str, Place]:
+    def _places(self, model: nn.Module, dtype: torch.dtype | None) -> dict[str, Place]:
         no_split = self._no_split
         if no_split is None:
             no_split = [*(getattr(model, "_no_split_modules", None) or ())]
-        return planned(model, self._device_map, self._max_memory, no_split, self._dtype, self._offload_buffers)
+        return planned(model, self._device_map, self._max_memory, no_split, dtype, self._offload_buffers)
 
 
 def _with_numbers(items: Any, values: bool = False) -> dict[Any, Any]:

@@ -87,7 +87,7 @@ class StoredWeights(Mapping[str, torch.Tensor]):
 
     @torch.inference_mode(False)  # other threads fill it too
     def read(self, name: str, dtype: torch.dtype | None = None, memory: Memory = own_memory) -> torch.Tensor:
-        """A tensor; a floating one in `dtype`, if one is given."""
+        """A tensor; in `dtype`, if one is given."""
         stored = self._stored[name]
         if stored.dtype is None or stored.obstacle is not None:
             raise CheckpointError(f"{name!r} in {stored.file} cannot be read: it is {stored.words}.")
@@ -95,7 +95,7 @@ class StoredWeights(Mapping[str, torch.Tensor]):
         self._unchanged.check(stored.file)  # before, too: a mapped file that is shorter now would end the process
         self._fill(value, stored.read_box, _LOADING if memory is own_memory else _CALLING)
         self._unchanged.check(stored.file)
-        if dtype in (None, stored.dtype) or not stored.dtype.is_floating_point:
+        if dtype is None or dtype == stored.dtype:
             return value
         return memory(stored.shape, dtype).copy_(value)
 
@@ -272,9 +272,16 @@ def save_offload_index(index: Mapping[str, Mapping[str, Any]], offload_folder: s
 
 
 def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str, torch.Tensor]) -> None:
-    """Writes tensors to a folder, for `OffloadedWeightsLoader(save_folder=...)` to read."""
+    """Writes tensors to a folder, for `OffloadedWeightsLoader(save_folder=...)` to read.
+
+    Others that the folder has stay in it. One that is written again is not in its index meanwhile.
+    """
     Path(save_dir).mkdir(parents=True, exist_ok=True)
     index: dict[str, dict[str, Any]] = {}
+    path = Path(save_dir) / INDEX
+    if path.is_file():
+        known = json.loads(path.read_text(encoding="utf-8"))
+        path.write_text(json.dumps({name: known[name] for name in known.keys() - state_dict.keys()}), encoding="utf-8")
     for name, tensor in state_dict.items():
         offload_weight(tensor, name, save_dir, index)
     save_offload_index(index, save_dir)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from accel_big_model.align_hook import align_module_device, has_offloaded_params
+from accel_big_model.align_hook import aligned, has_offloaded_params
 from accel_big_model.module_tensors import find_tied_parameters, joined
 
 
@@ -20,7 +20,7 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, torch.Tensor]:
     live = {value.data_ptr(): value for value in state.values() if value.numel() and not value.is_meta}
     for path, module in model.named_modules():
         if has_offloaded_params(module):
-            with align_module_device(module, "cpu"):
+            with aligned(module, "cpu", looks_for_writes=False):
                 for own, value in module.state_dict().items():
                     name = joined(path, own)
                     if state[name].is_meta and not value.is_meta:
