@@ -101,7 +101,21 @@ def status(name):
     return int(next(line for line in lines if line.startswith(name)).split()[1]) * 1024
 
 
-def strategy_of(name):
+ATTENTION = {f"model.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"}
+ATTENTION["model.layers.*.self_attn.o_proj"] = "rowwise"
+PLANS = {
+    "mlp": {f"{layer}.0": "rowwise" if layer % 2 else "colwise" for layer in range(6)},
+    "llama": ATTENTION
+    | {"model.layers.*.mlp.gate_proj": "colwise", "model.layers.*.mlp.up_proj": "colwise"}
+    | {"model.layers.*.mlp.down_proj": "rowwise"},
+}
+
+
+def strategy_of(name, model):
+    if name == "tensor":
+        from accel_fsdp import FSDP
+
+        return FSDP(tensor_parallel=2, parallelize_plan=PLANS[model])
     if name == "fsdp, checkpointing":
         from accel_fsdp import FSDP
 
@@ -122,7 +136,7 @@ def peak_of_steps(name, strategy, precision=None):
     """Bytes that training takes at most in a step that is not the first, beside what libraries keep from a run before."""
     torch.set_num_threads(1)
     leave_no_gaps()
-    accelerator = Accelerator(strategy=strategy_of(strategy), cpu=True, mixed_precision=precision)
+    accelerator = Accelerator(strategy=strategy_of(strategy, name), cpu=True, mixed_precision=precision)
     batch = batch_of(name)
     model, optimizer = prepared(accelerator, name)
     train(accelerator, model, batch, optimizer, 2)

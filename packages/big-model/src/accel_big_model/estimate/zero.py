@@ -81,7 +81,8 @@ def _sharded(facts: Facts) -> StrategyEstimate:
         cost.state,
         bucket + gathered + max(ahead, reduced),
         {
-            "forward": kept + gathered + ahead + facts.timeline.forward,
+            # What is gathered at a time goes before activations are at their most.
+            "forward": kept + gathered + max(ahead, facts.timeline.forward),
             "backward": kept + gathered + max(reduced, facts.timeline.peak),
             "step": kept + part * FP32 + cost.temporary,
         },
