@@ -41,9 +41,9 @@ TEST = [*GROUPS["test"], *GROUPS["compat"]]
 METADATA = "compat-metadata"
 """A distribution without code, by which accel-compat is found as `accelerate`."""
 TRAINING = [name for name in PACKAGES if name != METADATA]
-THIRD_PARTIES = [path.parent for path in sorted(ROOT.glob("examples/*/pyproject.toml"))]
-TRAINED_ON = {"accel-toydevice": ("data", "fsdp-plugin")}
-"""What of ours, beside the core, a third party's tests run: of the others it would only hide that they need it."""
+TOY_DEVICE = ROOT / "examples" / "accel-toydevice"
+"""A part in C++, which is compiled against the torch that it meets, and a device for the whole process: a session of its own."""
+THIRD_PARTIES = [path.parent for path in sorted(ROOT.glob("examples/*/pyproject.toml")) if path.parent != TOY_DEVICE]
 CONSTRAINTS, OLDEST = "constraints.txt", "constraints-oldest.txt"
 RECENT = {"deepspeed-plugin", "megatron-plugin", "compat"}
 """Packages that ask for the torch of constraints.txt: their tests have not passed with an older one."""
@@ -88,8 +88,19 @@ VERIFIED_BY_FULL = {
     ),
     "benchmarks": ("benchmarks",),
     "megatron": ("packages/megatron-plugin/src", "packages/megatron-plugin/tests"),
+    "estimate": (
+        "packages/big-model/src/accel_big_model/estimate",
+        "packages/big-model/src/accel_big_model/planning",
+        "packages/big-model/tests/*estimate*.py",
+        "packages/deepspeed-plugin/src",
+    ),
     "examples": ("examples/by_feature", "examples/slurm", "tests/test_examples_*.py"),
     "services": ("packages/trackers/src", "packages/trackers/tests/*.py", "packages/trackers/pyproject.toml"),
+    "toydevice": (
+        "examples/accel-toydevice",
+        "tests/acceptance",
+        *(f"packages/{name}/src" for name in ("core", "checkpoint", "data", "fsdp-plugin", "big-model", "testing")),
+    ),
 }
 """Groups of tests that `full` runs, and `tests` only where these sources are not those that `full` has seen last."""
 COUNT_DEVICES = "import torch; print(torch.__version__, torch.accelerator.device_count())"
@@ -120,17 +131,19 @@ def tests(session: nox.Session) -> None:
             alone(session, "core")
     if "services" in changed and (not names or "trackers" in names):
         session.notify("services", posargs=())
+    if "toydevice" in changed and not names:
+        session.notify("toydevice", posargs=())
 
 
 @nox.session
 def full(session: nox.Session) -> None:
-    """Everything: before an issue is called done, and before a release. Takes half an hour on two cores."""
+    """Everything: before an issue is called done, and before a release. Takes about an hour on two cores."""
     install(session, PACKAGES, *TEST, *GROUPS["lint"], *GROUPS["types"], *EXAMPLES, *BY_FEATURE)
     with checked(session), phase("tests"):
         session.run("pytest", *SIDE_BY_SIDE, "-m", "not soak", *session.posargs, env=required(["tensorboard"]))
     if not session.posargs:
-        record_verified("suites", "benchmarks", "megatron", "examples")
-    for name in ("services", "hello", "quickstart", *(f"matrix(package={name!r})" for name in TRAINING)):
+        record_verified("suites", "benchmarks", "megatron", "estimate", "examples")
+    for name in ("services", "toydevice", "hello", "quickstart", *(f"matrix(package={name!r})" for name in TRAINING)):
         session.notify(name, posargs=())
 
 
@@ -237,26 +250,27 @@ def links(session: nox.Session) -> None:
 
 @nox.session
 def hello(session: nox.Session) -> None:
-    """Distributions as third parties write them: their wheels beside that of the core, and their own tests.
-
-    What they are built with comes first: one of them has a part in C++, which is compiled against the torch that it meets.
-    """
+    """Distributions as third parties write them: their wheels beside that of the core, and their own tests."""
     built_with = {need for folder in THIRD_PARTIES for need in build_requirements(folder)}
     session.install("--prefer-binary", "-c", CONSTRAINTS, *sorted(built_with))
-    install(
-        session,
-        ["core", "testing", "big-model", "data", "precision", "diagnostics"],
-        *GROUPS["test"],
-        others=THIRD_PARTIES,
-    )
-    for folder in THIRD_PARTIES:  # one process each, because a device is there for the whole process that imports it
-        if folder.name in TRAINED_ON:
-            session.install(
-                "-c",
-                CONSTRAINTS,
-                *build_wheels(session, [PACKAGES[name] for name in closure(TRAINED_ON[folder.name])]),
-            )
+    ours = ["core", "testing", "big-model", "data", "precision", "diagnostics"]
+    install(session, ours, *GROUPS["test"], others=THIRD_PARTIES)
+    for folder in THIRD_PARTIES:
         session.run("pytest", str(folder / "tests"), *session.posargs)
+
+
+@nox.session
+def toydevice(session: nox.Session) -> None:
+    """What only a device with a queue of its own shows, on one that needs no hardware: its tests, and those checks for GPUs that it can run."""
+    with phase("installation of the toy device"):
+        session.install("--prefer-binary", "-c", CONSTRAINTS, *build_requirements(TOY_DEVICE))
+        ours = ["testing", "big-model", "data", "precision", "diagnostics", "fsdp-plugin"]
+        install(session, ours, *GROUPS["test"], others=[TOY_DEVICE])
+    with phase("toy device"):
+        session.run("pytest", str(TOY_DEVICE / "tests"), *session.posargs)
+        if not session.posargs:
+            session.run("python", ACCEPTANCE, "--import", "accel_toydevice", "--quick", "--patience", "3")
+            record_verified("toydevice")
 
 
 @nox.session

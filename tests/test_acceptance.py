@@ -90,6 +90,19 @@ def test_every_check_that_needs_no_accelerator_passes(tmp_path):
     assert {"torch", "host", "driver", "variables"} <= report["machines"][0].keys()
 
 
+@pytest.mark.full(group="toydevice")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("devices", ["3", "8"])
+def test_every_check_passes_with_other_numbers_of_devices(devices, tmp_path):
+    """Sizes of batches, and sums in 8 bits, depend on it."""
+    topics = "collectives,numerics,optimizers,checkpoints,loading,compiling"
+    status, lines, _ = run_script(
+        tmp_path, "--cpu", "--quick", "--devices", devices, "--only", topics, "--patience", "5"
+    )
+    assert not {name: line for name, line in lines.items() if line.startswith("FAIL")}
+    assert status == 0
+
+
 @pytest.mark.timeout(120)
 def test_what_becomes_of_a_check_is_said(tmp_path):
     (tmp_path / "verdicts.py").write_text(VERDICTS)

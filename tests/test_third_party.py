@@ -19,7 +19,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 THIRD_PARTIES = ("accel-hello", "accel-nearby", "accel-pipeline", "accel-sqlite", "accel-stopwatch")
-COMPILED = ("accel-toydevice",)  # takes a compiler and half a minute: built and tested by `nox -s hello`
+COMPILED = ("accel-toydevice",)  # takes a compiler and half a minute: built and tested by `nox -s toydevice`
 GUIDES = sorted(ROOT.glob("docs/how-to/write-*.md"))
 LAUNCH = re.compile(r"(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|MASTER_ADDR|MASTER_PORT|ACCEL.*|TORCHELASTIC.*)")
 

@@ -6,7 +6,11 @@ what is counted are the operators and copies that would wait on any.
 
 from __future__ import annotations
 
+import re
+import threading
+from collections import Counter
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -45,8 +49,46 @@ BUDGET = {
     "fp16, fused, clip_grad_norm_": 0,
     "fp16, fused, scheduler": 1,
     "detect_nonfinite": 1,
+    "FSDP, plain step": 0,
+    "FSDP, clip_grad_norm_": 0,
+    "save_state": 1,
+    "save_state, eager": 1,
+    "save_state, lazy": 0,
 }
 """The most waits of a call in a steady loop, on any rank of one or two."""
+
+BATCHES = 4
+"""Of the loaders, whose budget is that of an epoch."""
+
+PAGE = Path(__file__).parents[3] / "docs" / "performance" / "over-time.md"
+ROWS = {
+    "plain step, `clip_grad_norm_`, `accumulate`": ["plain step", "clip_grad_norm_", "accumulate"],
+    "the same under FSDP": ["FSDP, plain step", "FSDP, clip_grad_norm_"],
+    "`log` of a device's scalar": ["log"],
+    "loader with `non_blocking=True`": ["loader, non_blocking"],
+    "loader out of pinned memory, by default, per batch of two": ["loader, pinned"],
+    "loader out of other memory, by default, per batch of two": ["loader"],
+    "`forward_backward`, 2 micro-batches, weights as numbers": ["forward_backward, int weights"],
+    "`forward_backward`, 2 micro-batches, weights as tensors": ["forward_backward, tensor weights"],
+    "`gather`, `gather_for_metrics`, `reduce`, `broadcast`": [
+        "gather",
+        "gather_for_metrics",
+        "reduce",
+        "reduce, large",
+        "broadcast",
+    ],
+    "`pad_across_processes`": ["pad_across_processes"],
+    "`check_trigger`, `should_stop`": ["check_trigger", "should_stop"],
+    "`gather_object`, `broadcast_object_list`": ["gather_object", "broadcast_object_list"],
+    "`wait_for_everyone`": ["wait_for_everyone"],
+    "fp16, fused optimizer, clipped or not": ["fp16, fused", "fp16, fused, clip_grad_norm_"],
+    "fp16, fused optimizer, with a prepared LR scheduler": ["fp16, fused, scheduler"],
+    "fp16, another optimizer": ["fp16"],
+    "`detect_nonfinite=True`": ["detect_nonfinite"],
+    '`save_state`, at once or `asynchronous="eager"`': ["save_state", "save_state, eager"],
+    '`save_state(asynchronous="lazy")`': ["save_state, lazy"],
+}
+"""The rows of the page, and what they tell of."""
 
 
 class Recorder(Tracker):
@@ -150,6 +192,22 @@ def calls():
     yield "fp16, fused, scheduler", lambda: (fused.step(), scheduler.step())
     careful = Loop(detect_nonfinite=True)
     yield "detect_nonfinite", careful.step
+    sharded = Loop(strategy="fsdp")
+    yield "FSDP, plain step", sharded.step
+    yield "FSDP, clip_grad_norm_", lambda: sharded.step(clip=True)
+
+
+def saves(folder):
+    """The waits of the thread that trains in a save of each kind, the third time: another one waits for the copies."""
+    loop, found = Loop(), {}
+    for name, mode in (("save_state", False), ("save_state, eager", "eager"), ("save_state, lazy", "lazy")):
+        for number in range(3):
+            loop.step()
+            torch.toy.reset_waits()
+            loop.accelerator.save_state(f"{folder}/{mode}-{number}", asynchronous=mode)
+            found[name] = [*Counter(torch.toy.waits(threading.get_native_id())).elements()]
+            loop.accelerator.wait_for_checkpoint()
+    return found
 
 
 def waits():
@@ -173,11 +231,21 @@ def budget_of(name):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_nothing_waits_for_the_device_more_often_than_its_budget_allows(ranks):
-    for found in run_ranks(waits, ranks):
+def test_nothing_waits_for_the_device_more_often_than_its_budget_allows(ranks, tmp_path):
+    for calls, saved in zip(run_ranks(waits, ranks), run_ranks(saves, ranks, tmp_path), strict=True):
+        found = calls | saved
         assert found.keys() == BUDGET.keys()
         over = {name: names for name, names in found.items() if len(names) > budget_of(name)}
         assert not over
+
+
+def test_the_page_has_the_budget():
+    cells = re.findall(r"^\| (.+?) +\| .* \| (\d+) +\|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert dict(cells) == {
+        row: str(max(BUDGET[name] // (BATCHES if name.startswith("loader") else 1) for name in names))
+        for row, names in ROWS.items()
+    }
+    assert sorted(name for names in ROWS.values() for name in names) == sorted(BUDGET)
 
 
 class WithoutFloat64(TorchDispatchMode):

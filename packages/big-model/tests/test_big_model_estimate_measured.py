@@ -56,7 +56,7 @@ def test_an_mlp_takes_what_is_estimated(model, strategy):
     check(model, strategy)
 
 
-@pytest.mark.full
+@pytest.mark.full(group="estimate")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("model", ["mlp", "llama", "convolutions"])
 def test_what_is_estimated_is_measured(model, strategy):
@@ -65,7 +65,7 @@ def test_what_is_estimated_is_measured(model, strategy):
     check(model, strategy)
 
 
-@pytest.mark.full
+@pytest.mark.full(group="estimate")
 @pytest.mark.parametrize("model", ["mlp", "llama"])
 def test_what_is_estimated_for_divided_layers_is_a_bound_by_a_fifth(model):
     """Activations count whole, of which ranks have parts."""
@@ -75,7 +75,7 @@ def test_what_is_estimated_for_divided_layers_is_a_bound_by_a_fifth(model):
     assert measured <= estimate.peak <= 1.2 * measured, (told, dict(estimate.moments))
 
 
-@pytest.mark.full
+@pytest.mark.full(group="estimate")
 @pytest.mark.parametrize("strategy", ["single", "fsdp", "zero3"])
 @pytest.mark.parametrize("precision", ["bf16", "bf16-true"])
 def test_what_is_estimated_in_low_precision_is_measured(precision, strategy):

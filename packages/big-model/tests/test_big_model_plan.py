@@ -138,7 +138,7 @@ def test_the_command_writes_a_configuration_into_a_new_file(tmp_path, capsys):
     assert "exists. Give another path to --output" in capsys.readouterr().err
 
 
-@pytest.mark.full
+@pytest.mark.full(group="estimate")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("way", "told"), [("ddp", "2 MULTI_CPU True"), (OFFLOADED, "2 FSDP True")])
 def test_what_is_written_is_launched_and_trains(tmp_path, way, told):
@@ -186,7 +186,7 @@ def test_without_an_accelerator_the_command_asks_for_numbers(capsys):
     assert "--batch 0: expected a number of at least 1" in capsys.readouterr().err
 
 
-@pytest.mark.full
+@pytest.mark.full(group="estimate")
 @pytest.mark.skipif(not PEAKS_ARE_MEASURED, reason="the system does not tell the peak of a process")
 def test_activation_checkpointing_takes_what_is_estimated():
     pytest.importorskip("accel_fsdp")

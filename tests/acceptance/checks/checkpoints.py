@@ -120,7 +120,7 @@ def lazy_in_a_stream(run: Run) -> None:
 
 @check(on="cuda", seconds=120)
 def lazy_beside_a_capture(run: Run) -> None:
-    """A CUDA graph is captured, with torch's default mode of errors, while a save is copied behind it."""
+    """A CUDA graph is captured behind a lazy save: torch waits for the device before it begins to."""
     accelerator = run.accelerator()
     model = accelerator.prepare(make_model(Shape(width=512, layers=8)))
     expected = model.head.weight.detach().clone()

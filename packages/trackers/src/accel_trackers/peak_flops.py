@@ -67,7 +67,7 @@ PEAKS: Mapping[str, Mapping[str, float]] = MappingProxyType(
         "h200": _H100,
         "h200 nvl": _H100_NVL,
         "gh200": _H100,
-        # NVIDIA: Blackwell architecture brief (2024): HGX B200 at 1000 W, GB200.
+        # NVIDIA: Blackwell architecture brief (2024): HGX B200 at 1000 W, GB200. Those of B300 depend on its power: 2250 to 2500.
         "b200": _teraflops(2250, 2250, 4500, 1100, 80),
         "gb200": _teraflops(2500, 2500, 5000, 1250, 80),
         # NVIDIA: architecture papers GA102 (2021), Ada (2023) and RTX Blackwell (2025).
