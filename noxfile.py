@@ -230,14 +230,15 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Writes docs/reference from the source, builds the site, then runs every example and follows every link.
+    """Writes docs/reference from the source, builds the site, looks at it in a Chromium, then runs every example and follows every link.
 
     The site is build/site; a link that leads nowhere, and a page that no menu lists, end the build.
     """
-    install(session, PACKAGES, *GROUPS["test"], *GROUPS["docs"])
+    install(session, PACKAGES, *GROUPS["test"], *GROUPS["docs"], *GROUPS["browser"])
     session.run("python", "docs/generate.py")
     build = ["--quiet", "--fail-on-warning", "--keep-going", "-j", "auto", "-c", "docs", ".", "build/site"]
     session.run("sphinx-build", *build)
+    session.run("python", "docs/look_at_site.py", "build/site")
     session.run("pytest", "tests/test_docs.py", *session.posargs)
 
 
@@ -309,6 +310,12 @@ def release(session: nox.Session) -> None:
         (ROOT / "dist" / "upload").mkdir()
         for path in (ROOT / "dist").glob(f"{name.replace('-', '_')}-{version}[-.]*"):
             shutil.copy(path, ROOT / "dist" / "upload")
+
+
+@nox.session(venv_backend="none")
+def first_run(session: nox.Session) -> None:
+    """The way of a stranger, timed: clone, environment, installation, README.md, an own script that is killed and goes on in two processes."""
+    session.run(sys.executable, "release/first_run.py")
 
 
 @nox.session

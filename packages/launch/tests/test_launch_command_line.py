@@ -268,6 +268,8 @@ def test_a_dry_run_shows_what_holds_and_what_would_be_started_and_starts_nothing
     rows = [line.split() for line in done.stdout.splitlines()]
     assert ["fsdp.cpu_offload", "true", "--fsdp.cpu-offload"] in rows
     assert ["num_processes", "2", "--num-processes"] in rows
+    assert "more options have their defaults. `accel config show --all` lists them, too." in done.stdout
+    assert ["max_restarts", "0", "default"] not in rows
     assert ["processes", "2", "in", "all"] in rows
     assert f"{script} 'its argument'" in done.stdout
     assert "it ran" not in done.stdout + done.stderr

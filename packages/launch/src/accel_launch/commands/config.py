@@ -128,19 +128,13 @@ def _write_default(command_line: CommandLine, catalog: Catalog) -> int:
 
 
 def _show(command_line: CommandLine, catalog: Catalog) -> int:
-    from accel_launch.settings.showing import as_data, rows
+    from accel_launch.settings.showing import as_data, show
 
     resolved = resolve_line(command_line, catalog)
     if command_line.switch("json"):
         say(json.dumps(as_data(resolved), indent=2))
         return 0
-    shown = rows(resolved, defaults=command_line.switch("all"))
-    if shown:
-        table(("option", "value", "source"), shown)
-    if left_out := len(rows(resolved)) - len(shown):
-        say(
-            f"{left_out} {'more ' if shown else ''}options have their defaults. `accel config show --all` lists them, too."
-        )
+    show(resolved, defaults=command_line.switch("all"))
     return 0
 
 

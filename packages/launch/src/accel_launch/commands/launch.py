@@ -96,12 +96,12 @@ def _program(command_line: CommandLine) -> Program:
 
 def _show(resolved: Resolved, program: Program | None) -> int:
     """Prints what holds and what would be started."""
-    from accel_launch.settings.showing import rows
+    from accel_launch.settings.showing import show
 
     if program is not None:
         program.check(os.environ)
     plan = make_plan(resolved.launch, bool(resolved.get("cpu").value), os.environ)
-    table(("option", "value", "source"), rows(resolved))
+    show(resolved)
     say()
     command = [("command", shlex.join(masked_words(program.argv())))] if program else []
     table(("what would be started", ""), [*plan.describe(), *command])

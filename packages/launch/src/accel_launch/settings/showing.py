@@ -5,12 +5,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from accel_core.api.launcher import DEFAULT_STRATEGIES, masked, to_data
+from accel_launch.output import say, table
 from accel_launch.settings.help_page import shown_value
 
 if TYPE_CHECKING:
     from accel_launch.settings.resolution import Resolved, Value
 
 NO_EFFECT = "(no effect: not chosen)"
+
+
+def show(resolved: Resolved, *, defaults: bool = False) -> None:
+    """Prints what was given and where it comes from; with `defaults`, all other options too, else their number."""
+    shown = rows(resolved, defaults=defaults)
+    if shown:
+        table(("option", "value", "source"), shown)
+    if left_out := len(rows(resolved)) - len(shown):
+        more = "more " if shown else ""
+        say(f"{left_out} {more}options have their defaults. `accel config show --all` lists them, too.")
 
 
 def rows(resolved: Resolved, *, defaults: bool = True) -> list[tuple[str, str, str]]:
