@@ -1,4 +1,7 @@
-"""P10: going on at batch 10^6 of a shuffled set of 10^9, and what an index of its order costs. Run by `run.py`."""
+"""P10: going on at batch 10^6 of a shuffled set of 10^9, and what an index of its order costs. Run by `run.py`.
+
+Accelerate reads what it leaves out, and draws the whole order: it goes on at batch 10^4 of a set of 10^6.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from worker import alternate, arguments, finish, join
 
 SIZE, SEEN = 10**9, 10**6
+SMALL_SIZE, SMALL_SEEN = 10**6, 10**4
 BLOCK, BLOCKS = 4096, 32
 DRAWN = 10**7  # of torch's permutation, which is materialised: 10^9 would be 8 GB
 
@@ -101,12 +105,28 @@ def resuming(resume: Resume, peak: float):
             order.at(positions)
         return {
             "first": here["seconds"],
+            "small": resume(SMALL_SIZE, SMALL_SEEN)["seconds"],
             "other": max(here["other"], own["other"]),
             "workers": workers["seconds"],
             "own_sampler": own["seconds"],
             "memory": peak,
             "order": (time.thread_time() - before) / (BLOCK * BLOCKS),
         }
+
+    return turn
+
+
+def skipping() -> Callable[[], dict[str, float]]:
+    """Accelerate's own way."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+
+    def turn() -> dict[str, float]:
+        loader = accelerator.prepare(DataLoader(Numbers(SMALL_SIZE), batch_size=BATCH, shuffle=True))
+        before = time.perf_counter()
+        next(iter(accelerator.skip_first_batches(loader, SMALL_SEEN)))
+        return {"small": time.perf_counter() - before}
 
     return turn
 
@@ -123,6 +143,8 @@ def main() -> None:
     rank, world = join()
     resume = Resume()
     turns = {"accel": resuming(resume, memory(resume)), "plain": drawing}
+    if "accelerate" in options.libraries:
+        turns["accelerate"] = skipping()
     finish(options.out, rank, world, alternate(turns, options.rounds, world))
 
 

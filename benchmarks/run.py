@@ -94,6 +94,7 @@ ROWS = {
     ],
     "P10": [
         Measure("P10 first batch after 10^6", "first", 5, "", unit="ms", scale=1e3),
+        Measure("P10 first batch after 10^4 of a small set", "small", None, "", unit="ms", scale=1e3),
         Measure("P10 first batch after 10^6, 2 workers", "workers", 60, "", unit="ms", scale=1e3),
         Measure("P10 first batch after 10^6, own sampler", "own_sampler", None, "", unit="ms", scale=1e3),
         Measure("P10 memory of it", "memory", 1, "", unit="MiB", scale=1 / 2**20),

@@ -19,9 +19,12 @@ BIN = Path(sys.executable).parent
 COMMANDS = {
     "plain": [BIN / "torchrun", "--standalone", "--nproc-per-node", "{world}"],
     "accel": [BIN / "accel", "launch", "--num-processes", "{world}"],
+    "accelerate": [BIN / "accelerate", "launch", "--cpu", "--num_processes", "{world}"],
     "fabric": [BIN / "fabric", "run", "--accelerator", "cpu", "--devices", "{world}"],
 }
-"""Accelerate is not among them: without accelerators its launcher starts one process, however many it was asked for."""
+WORLDS = {"two": 2, "one": 1}
+ALONE = ("accelerate",)
+"""Without accelerators its launcher starts one process, however many it was asked for."""
 
 
 def measure(libraries: Sequence[str], rounds: int) -> list[dict[str, dict[str, float]]]:
@@ -30,7 +33,11 @@ def measure(libraries: Sequence[str], rounds: int) -> list[dict[str, dict[str, f
     The launchers take turns. A first round, which writes the .pyc files that are missing, is thrown away.
     """
     names = ["plain", *(name for name in libraries if name in COMMANDS)]
-    return [{name: {"two": _start(name, 2), "one": _start(name, 1)} for name in names} for _ in range(rounds + 1)][1:]
+    return [{name: _turn(name) for name in names} for _ in range(rounds + 1)][1:]
+
+
+def _turn(name: str) -> dict[str, float]:
+    return {figure: _start(name, world) for figure, world in WORLDS.items() if world == 1 or name not in ALONE}
 
 
 def _start(name: str, world: int) -> float:

@@ -153,6 +153,24 @@ class Accelerate:
         self.accelerator.load_state(folder)
 
 
+class Fabric:
+    """Lightning Fabric, which writes without syncing."""
+
+    def __init__(self, run: Run) -> None:
+        from lightning_fabric import Fabric as Peer
+
+        self.fabric = Peer(accelerator="cpu")
+        model, optimizer = self.fabric.setup(run.model, run.optimizer)
+        self.state = {"model": model, "optimizer": optimizer}
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir()
+        self.fabric.save(folder / "state.ckpt", self.state)
+
+    def load(self, folder: Path) -> None:
+        self.fabric.load(folder / "state.ckpt", self.state)
+
+
 class Accel:
     """Ours."""
 
@@ -193,7 +211,14 @@ class Copied:
         return lambda: None
 
 
-WAYS = {"plain": Plain, "mapped": Mapped, "dcp": Distributed, "accelerate": Accelerate, "accel": Accel}
+WAYS = {
+    "plain": Plain,
+    "mapped": Mapped,
+    "dcp": Distributed,
+    "accelerate": Accelerate,
+    "fabric": Fabric,
+    "accel": Accel,
+}
 BEHIND = {"plain": Copied, "dcp": Distributed, "eager": Accel, "lazy": Lazy}
 
 

@@ -38,18 +38,18 @@ class Measure:
     ours: str = OURS
 
     def values(self, library: str, rounds: Sequence[Round]) -> list[float]:
-        """The figure of each round that has this library."""
+        """The figure of each round that has this library; a peer need not have it."""
         compare: dict[str, Callable[[float, float], float]] = {
             "": lambda own, _: own * self.scale,
             "-": lambda own, base: (own - base) * self.scale,
             "/": lambda own, base: own / base,
         }
+        have = [each for each in rounds if library in each and (not self.against or self.base in each)]
+        if library != self.ours:
+            have = [each for each in have if self.figure in each[library]]
         return [
-            compare[self.against](
-                measured[library][self.figure], measured[self.base][self.figure] if self.against else 0
-            )
-            for measured in rounds
-            if library in measured and (not self.against or self.base in measured)
+            compare[self.against](each[library][self.figure], each[self.base][self.figure] if self.against else 0)
+            for each in have
         ]
 
     def row(self, rounds: Sequence[Round]) -> dict[str, str]:
