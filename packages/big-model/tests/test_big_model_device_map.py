@@ -158,12 +158,14 @@ def test_main_memory_is_what_every_control_group_around_this_process_allows(
     """Their files are copies: a test makes no control groups of its own."""
     lines, root, limit, used = GROUPS[group]
     (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/self/cgroup").write_text(f"{lines}\n")
+    (tmp_path / "proc/self/cgroup").write_text(f"{lines}\n\n0:odd\n")
     for name in ("jobs", "jobs/mine"):
         folder = tmp_path / root / name
         folder.mkdir(parents=True)
         (folder / f"memory.{limit}").write_text(f"{limits.get(name, 'max' if limit == 'max' else 1 << 62)}\n")
-        (folder / f"memory.{used}").write_text("100\n")
+        (folder / f"memory.{used}").write_text("300\n")
+        cache = "total_inactive_file" if limit == "limit_in_bytes" else "inactive_file"
+        (folder / "memory.stat").write_text(f"anon 100\n{cache} 200\n")  # which gives way
     monkeypatch.setattr(memory, "Path", lambda path: tmp_path / path.lstrip("/"))
     found = memory.available_memory()
     assert found == expected if expected is not None else found > 1 << 20

@@ -86,7 +86,7 @@ def reads(monkeypatch):
 def test_what_is_offloaded_to_main_memory_is_not_read_again(tmp_path, reads, monkeypatch):
     """It computes on another device, for which meta stands here."""
     monkeypatch.setattr("accel_big_model.device_map.check_place", lambda *_: None)
-    monkeypatch.setattr("accel_big_model.align_hook._refuse_empty", lambda _: None)
+    monkeypatch.setattr("accel_big_model.align_hook._empty", lambda _: None)
     FORMS["folder"](tmp_path)
     places = {"embedding": "meta", "middle.0": "cpu", "middle.1": "disk", "head": "meta"}
     model = load_checkpoint_and_dispatch(empty(net), tmp_path, device_map=places)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
-
 import pytest
 import torch
 from small_models import IDS, Net, Small, empty, loaded, seeded
@@ -19,6 +16,7 @@ from accel_big_model import (
     load_checkpoint_and_dispatch,
     load_checkpoint_in_model,
     loading,
+    remove_hook_from_submodules,
     set_module_tensor_to_device,
 )
 from accel_checkpoint import write_weights
@@ -140,9 +138,7 @@ def test_a_module_that_was_added_without_memory_does_not_compute(offloaded, tmp_
     model = OFFLOADED[offloaded](tmp_path)
     model(IDS)
     model.middle.append(nn.Linear(8, 8, device="meta"))
-    with pytest.raises(
-        RuntimeError, match=r"middle.2.weight of Plain is on the meta device and has no value.*add modules"
-    ):
+    with pytest.raises(RuntimeError, match=r"weight of Linear is on the meta device and has no value.*add modules"):
         model(IDS)
 
 
@@ -180,16 +176,32 @@ def test_recurrent_layers_keep_nothing_of_what_was_brought(tmp_path):
     lstm = seeded(lambda: nn.LSTM(4, 8, num_layers=2))
     x = torch.ones(3, 4)
     expected = lstm(x)[0]
-    brought = []
     model = disk_offload(lstm, tmp_path)
-    model.register_forward_pre_hook(lambda module, _: brought.extend(map(weakref.ref, module._flat_weights)))
     for _ in range(2):
         assert torch.equal(model(x)[0], expected)
-    hook = model._hf_hook
-    for each in getattr(hook, "hooks", [hook]):
-        each._fetched = {}
-    gc.collect()
-    assert model._flat_weights == []
+        assert all(weight.is_meta for weight in model._flat_weights)
+
+
+class TwoRecurrent(nn.Module):
+    """They share their weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.LSTM(4, 4), nn.LSTM(4, 4)
+        for name, parameter in self.first.named_parameters():
+            setattr(self.second, name, parameter)
+
+    def forward(self, x):
+        return self.second(self.first(x)[0])[0]
+
+
+def test_recurrent_layers_that_share_weights_may_be_apart(tmp_path):
+    x = torch.ones(3, 4)
+    model = dispatch_model(net(TwoRecurrent), {"first": "cpu", "second": "disk"}, offload_dir=tmp_path)
+    for _ in range(2):
+        assert torch.equal(model(x), net(TwoRecurrent)(x))
+    remove_hook_from_submodules(model)
+    assert torch.equal(model(x), net(TwoRecurrent)(x))
 
 
 class Stateful(nn.Linear):
@@ -243,6 +255,73 @@ def test_a_layer_of_two_names_is_in_one_place(places, options, tmp_path):
     x = torch.ones(2, 4)
     assert torch.equal(model(x), net(Doubled)(x))
     assert "disk" in model.hf_device_map.values()
+
+
+class Norms(nn.Module):
+    """One norm, with statistics, in two modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.ModuleDict({"norm": nn.BatchNorm1d(4)}), nn.ModuleDict()
+        self.two["norm"] = self.one["norm"]
+
+    def forward(self, x):
+        return self.two["norm"](self.one["norm"](x) + 1)
+
+
+@pytest.mark.parametrize("offload_buffers", [False, True])
+@pytest.mark.parametrize("preload", [None, ["Norms"]])
+def test_a_layer_of_two_modules_is_attached_once(offload_buffers, preload, tmp_path):
+    write_weights(net(Norms).state_dict(), tmp_path)
+    x = torch.arange(8.0).view(2, 4)
+    options = {"offload_buffers": offload_buffers, "preload_module_classes": preload}
+    model = loaded(Norms, tmp_path, {"": "disk"}, **options).eval()
+    assert torch.equal(model(x), net(Norms)(x))
+    assert torch.equal(disk_offload(net(Norms), tmp_path / "offloaded", **options)(x), net(Norms)(x))
+
+
+def test_a_layer_of_two_names_is_not_in_two_places():
+    with pytest.raises(ValueError, match="first and again are one module, and device_map has several places"):
+        dispatch_model(net(Doubled), {"first": "cpu", "again": "disk", "other": "cpu", "last": "cpu"})
+
+
+@pytest.mark.parametrize("offloaded", OFFLOADED)
+def test_a_model_is_dispatched_once(offloaded, tmp_path):
+    model = OFFLOADED[offloaded](tmp_path)
+    again = (
+        lambda: cpu_offload(model),
+        lambda: disk_offload(model, tmp_path),
+        lambda: dispatch_model(model, {"": "cpu"}),
+    )
+    for dispatch in again:
+        with pytest.raises(ValueError, match="is dispatched already"):
+            dispatch()
+    assert torch.equal(model(IDS), net()(IDS))
+
+
+def test_weights_that_are_tied_again_are_what_they_were(tmp_path):
+    model = dispatch_model(
+        net(Net), {"embedding": "cpu", "blocks": "cpu", "norm": "cpu", "head": "disk"}, offload_dir=tmp_path
+    )
+    model.head.weight = model.embedding.weight  # as tie_weights() of transformers does it
+    assert torch.equal(model(IDS), net(Net)(IDS))
+
+
+def test_a_module_without_values_that_is_not_called_is_no_obstacle(tmp_path):
+    model = disk_offload(net(), tmp_path)
+    model.teacher = nn.Linear(8, 8, device="meta")
+    assert torch.equal(model(IDS), net()(IDS))
+    with pytest.raises(RuntimeError, match="weight of Linear is on the meta device and has no value"):
+        model.teacher(torch.ones(1, 8))
+
+
+def test_an_index_of_something_else_is_not_removed(files, tmp_path):
+    other = tmp_path / "checkpoint"
+    other.mkdir()
+    (other / "index.json").write_text('{"version": 1}')
+    with pytest.raises(ValueError, match="is no index of offloaded weights, and would be lost"):
+        loaded(Plain, files, {"": "disk"}, offload_folder=other)
+    assert (other / "index.json").read_text() == '{"version": 1}'
 
 
 def test_a_map_that_leaves_out_a_tied_name_is_refused(tmp_path):

@@ -14,7 +14,6 @@ from torch import nn
 from accel_big_model.hooks import ModelHook
 from accel_big_model.module_tensors import (
     as_device,
-    joined,
     non_persistent_buffers,
     owner_of,
     same_bits,
@@ -79,6 +78,7 @@ class AlignDevicesHook(ModelHook):
         self.original_devices: dict[str, torch.device] = {}
         self.nbytes = 0
         self._names: list[str] = []
+        self._recurrent: list[nn.RNNBase] = []
         self._path = ""  # of the module in the model, with a dot behind it
         self._away: dict[str, torch.Tensor] = {}
         self._fetched: dict[str, torch.Tensor] = {}
@@ -87,8 +87,8 @@ class AlignDevicesHook(ModelHook):
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Moves the weights to where they compute, or takes them away."""
         if not self.offload:
-            if self.execution_device is not None:
-                for name, _ in [*_each_name(module, True, self.place_submodules, persistent=False)]:
+            for name, _ in [*_each_name(module, True, self.place_submodules, persistent=False)]:
+                if self.execution_device is not None and (self._meant is None or name in self._meant):
                     set_module_tensor_to_device(
                         module, name, self.execution_device, tied_params_map=self.tied_params_map
                     )
@@ -102,6 +102,8 @@ class AlignDevicesHook(ModelHook):
         if self.weights_map is None:
             self.weights_map = {name: tensor.detach().to("cpu") for name, tensor in tensors.items()}
         self._names = list(tensors)
+        owners = {owner_of(module, name)[0] for name in tensors}
+        self._recurrent = [each for each in owners if isinstance(each, nn.RNNBase)]
         self.nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         path = self._path = module_path(self.weights_map)
         self._away = {
@@ -115,6 +117,7 @@ class AlignDevicesHook(ModelHook):
                 continue
             elif self.execution_device is not None and tensor.device.type != "meta":
                 set_module_tensor_to_device(module, name, self.execution_device)
+        self._list_anew()
         return module
 
     def fetch(self) -> dict[str, torch.Tensor]:
@@ -147,7 +150,7 @@ class AlignDevicesHook(ModelHook):
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Brings inputs and weights."""
         if self.outermost:
-            _refuse_empty(module)
+            _watch_empty(module)
         if self.io_same_device:
             self.input_device = _device_of([args, kwargs])
         if self.offload:
@@ -229,7 +232,8 @@ class AlignDevicesHook(ModelHook):
         """Raises if a weight that is away was given another value: it is not what is brought."""
         for name, away in self._away.items():
             found = _tensor_of(module, name)
-            if found is not away and found is not self._brought.get(name, (None,))[0]:  # it may be here already
+            here = (self._brought.get(name, (None,))[0], self._tied.resident(f"{self._path}{name}"))
+            if found is not away and all(found is not each for each in here):  # it may be here already
                 raise RuntimeError(
                     f"{self._path}{name} of {type(module).__name__} is offloaded, and was given another value, which would not be used. "
                     f"Give a model its weights first, and dispatch it then."
@@ -260,14 +264,18 @@ class AlignDevicesHook(ModelHook):
     def _take_all_away(self, module: nn.Module) -> None:
         for name in self._names:
             self._take_away(module, name)
+        self._list_anew()
         self._fetched, self._brought = {}, {}
+
+    def _list_anew(self) -> None:
+        """Has recurrent layers, which list their weights, let go of those that were brought."""
+        for layer in self._recurrent:
+            layer._init_flat_weights()
 
     def _take_away(self, module: nn.Module, name: str) -> None:
         owner, own = owner_of(module, name)
         table: dict[str, Any] = owner._parameters if own in owner._parameters else owner._buffers
         table[own] = self._away[name]
-        if isinstance(owner, nn.RNNBase):
-            owner._flat_weights = []  # which would keep what was brought; the next forward lists it anew
 
     def _moved(self, given: Any, device: torch.device) -> Any:
         if isinstance(given, Mapping) and self.skip_keys:
@@ -282,12 +290,20 @@ class AlignDevicesHook(ModelHook):
 def _each_name(
     module: nn.Module, buffers: bool, recurse: bool, persistent: bool = True
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """As `named_module_tensors`, but every name of what is tied: each of them is read by a forward."""
-    yield from module.named_parameters(recurse=recurse, remove_duplicate=False)
+    """As `named_module_tensors`, but every name of what is tied: each of them is read by a forward.
+
+    A module that has two names has its tensors once.
+    """
+    found: list[tuple[str, torch.Tensor]] = [*module.named_parameters(recurse=recurse, remove_duplicate=False)]
     left_out = set(non_persistent_buffers(module, recurse)) if persistent else set()
     if buffers:
-        found = module.named_buffers(recurse=recurse, remove_duplicate=False)
-        yield from ((name, buffer) for name, buffer in found if name not in left_out)
+        named = module.named_buffers(recurse=recurse, remove_duplicate=False)
+        found += [(name, buffer) for name, buffer in named if name not in left_out]
+    seen = set()
+    for name, tensor in found:
+        if (place := owner_of(module, name)) not in seen:
+            seen.add(place)
+            yield name, tensor
 
 
 def _tensor_of(module: nn.Module, name: str) -> Any:
@@ -296,15 +312,35 @@ def _tensor_of(module: nn.Module, name: str) -> Any:
     return owner._parameters.get(own, owner._buffers.get(own))
 
 
-def _refuse_empty(model: nn.Module) -> None:
-    """Raises for a tensor without a value: some of torch's kernels compute with what happens to lie in memory."""
-    for path, module in model.named_modules():
-        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+def _watch_empty(model: nn.Module) -> None:
+    """Has modules raise when they are called that have a tensor without a value, and are none of those that are dispatched.
+
+    Some of torch's kernels compute with what happens to lie in memory.
+    """
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        waiting.extend(each for each in module._modules.values() if each is not None)
+        if _empty(module) is not None and _refuse_empty not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(_refuse_empty)
+
+
+def _empty(module: nn.Module) -> str | None:
+    """The name of a tensor of a module that has no value, and stands for none."""
+    for table in (module._parameters, module._buffers):
+        for name, tensor in table.items():
             if tensor is not None and not isinstance(tensor, (Away, AwayBuffer)) and tensor.is_meta:
-                raise RuntimeError(
-                    f"{joined(path, name)} of {type(model).__name__} is on the meta device and has no value. A module that was added after the "
-                    f"model was dispatched, such as an adapter, took that device from an offloaded weight: add modules first, and dispatch then."
-                )
+                return name
+    return None
+
+
+def _refuse_empty(module: nn.Module, inputs: object) -> None:  # noqa: ARG001  (torch passes them)
+    """A hook of torch: raises if a tensor of the module has still no value."""
+    if (name := _empty(module)) is not None:
+        raise RuntimeError(
+            f"{name} of {type(module).__name__} is on the meta device and has no value. A module that was added after its model was "
+            f"dispatched, such as an adapter, took that device from an offloaded weight: add modules first, and dispatch then."
+        )
 
 
 def _refuse_gradient(parameter: torch.Tensor) -> None:

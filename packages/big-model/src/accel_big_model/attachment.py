@@ -52,8 +52,12 @@ def attach_align_device_hook(
     forward uses those of submodules without calling them. `weights_map` has names from the root,
     of which `module_name` is that of `module`. The other arguments are those of the hook.
     """
+    seen = set[nn.Module]()
 
     def attach(each: nn.Module, name: str) -> None:
+        if each in seen:  # under another name
+            return
+        seen.add(each)
         together = offload and type(each).__name__ in (preload_module_classes or ())
         if together or next(named_module_tensors(each), None) is not None:
             hook = AlignDevicesHook(
@@ -99,7 +103,12 @@ def attach_align_device_hook_on_blocks(
     offloads = offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
     aligned = partial(AlignDevicesHook, skip_keys=skip_keys, tied_params_map=tied_params_map)
 
+    seen = set[nn.Module]()
+
     def attach(each: nn.Module, name: str) -> None:
+        if each in seen:  # under another name, which has the same place
+            return
+        seen.add(each)
         if name in devices:
             attach_block(each, name, devices[name], offloads.get(name, False))
         elif not name:
@@ -112,8 +121,12 @@ def attach_align_device_hook_on_blocks(
                 attach(child, inner)
 
     def attach_own(each: nn.Module, name: str) -> None:
-        """For a module whose weights have places of their own, of which some are offloaded."""
-        own = [tensor for tensor, _ in named_module_tensors(each) if offloads.get(joined(name, tensor), False)]
+        """For a module whose weights have places of their own: some may be offloaded, others stay in theirs."""
+        placed = [tensor for tensor, _ in named_module_tensors(each) if joined(name, tensor) in devices]
+        own = [tensor for tensor in placed if offloads.get(joined(name, tensor), False)]
+        for device in dict.fromkeys(devices[joined(name, tensor)] for tensor in placed if tensor not in own):
+            kept = [tensor for tensor in placed if tensor not in own and devices[joined(name, tensor)] == device]
+            add_hook_to_module(each, aligned(device, names=kept), append=True)
         if own:
             hook = aligned(
                 devices[joined(name, own[0])],
@@ -153,8 +166,9 @@ def attach_align_device_hook_on_blocks(
 
 
 def look_for_empty(model: nn.Module) -> None:
-    """Has the hook of a model raise for tensors without a value, before the model is called."""
-    getattr(model._hf_hook, "hooks", [model._hf_hook])[-1].outermost = True
+    """Has the hook of a model, if there is one, look for modules without values, before the model is called."""
+    if (hook := getattr(model, "_hf_hook", None)) is not None:
+        getattr(hook, "hooks", [hook])[-1].outermost = True
 
 
 def _below(name: str, weights: Mapping[str, torch.Tensor] | None) -> PrefixedDataset | None:

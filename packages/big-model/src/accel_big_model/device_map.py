@@ -246,6 +246,20 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Place | torch.de
             f"device_map gives no place to {', '.join(left_out[:5])}{', …' if len(left_out) > 5 else ''}. Add them, or the modules that they "
             f"are in; '' is the place of all that has no other."
         )
+    for names in _modules_of_several_names(model):
+        module = model.get_submodule(names[0])
+        for own, _ in [*module.named_parameters(), *module.named_buffers()]:
+            if len({place_of(joined(name, own), device_map) for name in names}) > 1:
+                raise ValueError(
+                    f"{' and '.join(names)} are one module, and device_map has several places for its {own}. Give all of them one."
+                )
+
+
+def _modules_of_several_names(model: nn.Module) -> list[list[str]]:
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(name)
+    return [found for found in names.values() if len(found) > 1]
 
 
 def without_nesting(model: nn.Module, device_map: Mapping[str, Place]) -> Mapping[str, Place]:

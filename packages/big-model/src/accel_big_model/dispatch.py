@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 import torch
 from torch import nn
 
-from accel_big_model.align_hook import AlignDevicesHook, DeviceLike
+from accel_big_model.align_hook import AlignDevicesHook, DeviceLike, has_offloaded_params
 from accel_big_model.attachment import (
     attach_align_device_hook,
     attach_align_device_hook_on_blocks,
@@ -65,9 +65,19 @@ def dispatch_model(
     Raises `ValueError` if the map or folder misfits the model, or weights on "disk" have none.
     """
     check_device_map(model, device_map)
+    refuse_dispatched(model)
     places = {name: place if isinstance(place, (int, str)) else str(place) for name, place in device_map.items()}
     store = _Store(model, places, state_dict, offload_dir, offload_index)
     return spread(model, places, main_device, store, offload_buffers, skip_keys, preload_module_classes, force_hooks)
+
+
+def refuse_dispatched(model: nn.Module) -> None:
+    """Raises `ValueError` for a model of which something is offloaded already."""
+    if any(has_offloaded_params(module) for module in model.modules()):
+        raise ValueError(
+            f"This {type(model).__name__} is dispatched already: weights that are offloaded are read from where they are. Build the "
+            f"model anew, and fill or dispatch that."
+        )
 
 
 class _Store:
@@ -241,6 +251,7 @@ def cpu_offload(
 
     `execution_device` None: where the first parameter is. Other arguments: see `dispatch_model`.
     """
+    refuse_dispatched(model)
     if execution_device is None:
         execution_device = next(iter(model.parameters())).device
     if state_dict is None:
@@ -256,6 +267,7 @@ def disk_offload(
     preload_module_classes: Sequence[str] | None = None,
 ) -> M:
     """Keeps a model's weights in a folder, written if it has no index; see `cpu_offload`."""
+    refuse_dispatched(model)
     state = tensors_of(model)
     if anew := not (Path(offload_dir) / INDEX).is_file():
         offload_state_dict(offload_dir, state)

@@ -11,9 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from accel_big_model.align_hook import has_offloaded_params
 from accel_big_model.device_map import check_device_map, infer_auto_device_map, place_of
-from accel_big_model.dispatch import spread
+from accel_big_model.dispatch import refuse_dispatched, spread
 from accel_big_model.memory import Place, get_balanced_memory
 from accel_big_model.module_tensors import (
     as_device,
@@ -22,7 +21,14 @@ from accel_big_model.module_tensors import (
     set_module_tensor_to_device,
     tensors_of,
 )
-from accel_big_model.weights import INDEX, OffloadedWeightsLoader, StoredWeights, offload_weight, save_offload_index
+from accel_big_model.weights import (
+    INDEX,
+    OffloadedWeightsLoader,
+    StoredWeights,
+    offload_weight,
+    remove_index,
+    save_offload_index,
+)
 from accel_core import CheckpointError
 
 M = TypeVar("M", bound=nn.Module)
@@ -88,13 +94,13 @@ def fill(
 
     The folder is then that of this model alone: the index of another one goes before its files do.
     """
-    stays = set() if offload_buffers else {name for name, _ in model.named_buffers()}
+    stays = set() if offload_buffers else {name for name, _ in model.named_buffers(remove_duplicate=False)}
     tied = {name: names for names in weights.tied for name in names}
     index: dict[str, dict[str, Any]] = {}
     _refuse_without_value(model, weights, places, stays)
     if folder is not None and "disk" in places.values():
         Path(folder).mkdir(parents=True, exist_ok=True)
-        (Path(folder) / INDEX).unlink(missing_ok=True)
+        remove_index(folder)
     for name in weights:
         place = place_of(name, places)
         if place == "disk" and name in stays:
@@ -114,11 +120,7 @@ def _refuse_without_value(
     model: nn.Module, weights: FittingWeights, places: Mapping[str, Place], stays: Collection[str]
 ) -> None:
     """Raises `ValueError` for a model that is dispatched already, and for what would be read and is in no file."""
-    if any(has_offloaded_params(module) for module in model.modules()):
-        raise ValueError(
-            f"This {type(model).__name__} was to be filled, and is dispatched already: weights that are offloaded are read from "
-            f"where they are. Build the model anew, and fill that."
-        )
+    refuse_dispatched(model)
     on_disk = [name for name in weights.wanted if name not in stays and place_of(name, places) == "disk"]
     if absent := [name for name in on_disk if name not in weights]:
         raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -57,7 +58,7 @@ def check_place(place: Place | torch.device, what: str) -> None:
     """Raises `ValueError` for what is no place of weights: "meta", or a device that torch does not know."""
     try:
         is_place = isinstance(place, int) or place == "disk" or torch.device(place).type != "meta"
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         is_place = False
     if not is_place:
         raise ValueError(
@@ -79,21 +80,29 @@ def available_memory() -> int:
 def _left_in_groups() -> Iterator[int]:
     """What each control group of this process that limits memory has left: its own, and those around it."""
     groups = Path("/proc/self/cgroup")
-    for line in groups.read_text(encoding="utf-8").splitlines() if groups.exists() else ():
-        _, kinds, path = line.split(":", 2)
+    lines = groups.read_text(encoding="utf-8", errors="replace").splitlines() if groups.exists() else []
+    for kinds, path in [line.split(":", 2)[1:] for line in lines if line.count(":") > 1]:
         if kinds and "memory" not in kinds.split(","):
             continue
         root = Path("/sys/fs/cgroup/memory" if kinds else "/sys/fs/cgroup")
-        limit, used = ("limit_in_bytes", "usage_in_bytes") if kinds else ("max", "current")
         own = root / path.lstrip("/")
         for folder in [each for each in (own, *own.parents) if each.is_relative_to(root)]:
-            try:
-                allowed = (folder / f"memory.{limit}").read_text(encoding="ascii").strip()
-                taken = int((folder / f"memory.{used}").read_text(encoding="ascii"))
-            except OSError:
-                continue  # the root limits nothing, and a container may not see the groups around its own
-            if allowed != "max":
-                yield int(allowed) - taken
+            # The root limits nothing, and a container may not see the groups around its own.
+            with contextlib.suppress(OSError, ValueError):
+                yield _left_in_group(folder, *(_VERSION_1 if kinds else _VERSION_2))
+
+
+_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_VERSION_2 = ("memory.max", "memory.current", "inactive_file")
+
+
+def _left_in_group(folder: Path, limit: str, used: str, cache: str) -> int:
+    """Bytes that a group has left; cached files give way. `OSError` or `ValueError` if it has no limit."""
+    allowed = int((folder / limit).read_text(encoding="ascii"))  # "max" is none
+    taken = int((folder / used).read_text(encoding="ascii"))
+    details = (folder / "memory.stat").read_text(encoding="ascii").split() if (folder / "memory.stat").exists() else []
+    given_way = dict(zip(details[::2], details[1::2], strict=False)).get(cache, 0)
+    return allowed - taken + int(given_way)
 
 
 def _left_of_own() -> Iterator[int]:

@@ -59,8 +59,11 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def same_bits(stored: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether what is stored, in the dtype of a value, is that, bit by bit."""
-    if hasattr(value, "__tensor_flatten__"):  # quantised: of several tensors
-        return all(same_bits(getattr(stored, name), getattr(value, name)) for name in value.__tensor_flatten__()[0])
+    if hasattr(value, "__tensor_flatten__") or hasattr(stored, "__tensor_flatten__"):  # quantised: of several tensors
+        parts: Any = value
+        return type(stored) is type(value) and all(
+            same_bits(getattr(stored, name), getattr(value, name)) for name in parts.__tensor_flatten__()[0]
+        )
     stored, value = stored.detach().to(value.dtype), value.detach().to(stored.device)
     found, expected = (each.reshape(-1).view(torch.uint8) for each in (stored, value))
     return torch.equal(found, expected)

@@ -271,6 +271,21 @@ def save_offload_index(index: Mapping[str, Mapping[str, Any]], offload_folder: s
         path.write_text(json.dumps({**known, **index}, indent=2), encoding="utf-8")
 
 
+def remove_index(offload_folder: str | os.PathLike[str]) -> None:
+    """Removes the index of an offload folder, if there is one. `ValueError` for a file of that name with other things."""
+    path = Path(offload_folder) / INDEX
+    if not path.is_file():
+        return
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8")).values()
+        is_ours = all({"dtype", "shape"} <= entry.keys() or "safetensors_file" in entry for entry in entries)
+    except (AttributeError, ValueError):
+        is_ours = False
+    if not is_ours:
+        raise ValueError(f"{path} is no index of offloaded weights, and would be lost. Pass an empty folder for them.")
+    path.unlink()
+
+
 def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str, torch.Tensor]) -> None:
     """Writes tensors to a folder, for `OffloadedWeightsLoader(save_folder=...)` to read.
 
