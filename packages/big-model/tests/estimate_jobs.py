@@ -103,8 +103,10 @@ def status(name):
 
 ATTENTION = {f"model.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"}
 ATTENTION["model.layers.*.self_attn.o_proj"] = "rowwise"
+PAIRS = {f"{layer}.0": "rowwise" if layer % 2 else "colwise" for layer in range(6)}
 PLANS = {
-    "mlp": {f"{layer}.0": "rowwise" if layer % 2 else "colwise" for layer in range(6)},
+    "mlp": PAIRS,
+    "mlp_of_many_rows": PAIRS,
     "llama": ATTENTION
     | {"model.layers.*.mlp.gate_proj": "colwise", "model.layers.*.mlp.up_proj": "colwise"}
     | {"model.layers.*.mlp.down_proj": "rowwise"},

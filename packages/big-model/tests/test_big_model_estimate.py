@@ -311,6 +311,39 @@ class TestStrategies:
         assert found.weights == 4 * (WIDTH * WIDTH // 2 + WIDTH) * 4 // 2
         assert "an upper bound" in found.notes[0]
 
+    def test_tensor_parallel_ranks_divide_what_a_plan_names(self):
+        known = {"dtypes": ["fp32"], "strategies": ["tensor", "fsdp"], "world_size": 4, "tensor_parallel": 2}
+        model = stack()
+        plan = {"0": "colwise", "1": "rowwise"}
+        estimate = estimate_memory(model, batch=torch.empty(64, WIDTH), parallelize_plan=plan, **known)
+        found, whole = estimate.row("tensor", "fp32"), estimate.row("fsdp", "fp32")
+        numel = 2 * (WIDTH * WIDTH // 2) + WIDTH // 2 + WIDTH + 2 * (WIDTH * WIDTH + WIDTH)  # two of four are divided
+        assert found.ranks == 4
+        assert found.weights == numel * 4 // 2
+        assert found.activations < whole.activations
+        assert "divided by the plan" in found.notes[0]
+        assert all(not parameter.is_meta for parameter in model.parameters())
+
+    @pytest.mark.parametrize(
+        ("plan", "ranks", "message"),
+        [
+            ({"9": "colwise"}, 2, r"'9': 'colwise'.*names no module"),
+            ({"0": "sequence"}, 2, "is neither colwise nor rowwise: leave it out"),
+            ({"0": "colwise"}, 3, f"divides 0, and 3 ranks do not divide its size {WIDTH}"),
+        ],
+    )
+    def test_a_plan_that_misfits_is_refused(self, plan, ranks, message):
+        with pytest.raises(ValueError, match=message):
+            estimate_memory(stack(), parallelize_plan=plan, world_size=12, tensor_parallel=ranks)
+        norms = nn.Sequential(nn.LayerNorm(4))
+        with pytest.raises(ValueError, match="gives 0 the word 'colwise', and it is a LayerNorm"):
+            estimate_memory(norms, parallelize_plan={"0": "colwise"}, tensor_parallel=2)
+
+    def test_a_plan_for_files_without_code_is_refused(self, tmp_path):
+        save_file(stack().state_dict(), tmp_path / "model.safetensors")
+        with pytest.raises(ValueError, match="there are only files with weights, and no layers to divide"):
+            estimate_memory(tmp_path, parallelize_plan={"0": "colwise"})
+
     def test_frozen_parameters_have_no_gradients_and_no_state(self):
         model = stack()
         model[0].requires_grad_(requires_grad=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from estimate_jobs import MODELS, batch_of, loss_of, peak_of_steps
+from estimate_jobs import MODELS, PLANS, batch_of, loss_of, peak_of_steps
 
 from accel_big_model import estimate_memory, init_empty_weights
 from accel_testing import preload, run_ranks
@@ -28,7 +28,7 @@ def check(model, strategy, precision="fp32"):
     assert abs(estimate.peak - measured) < TOLERANCE * measured, (told, dict(estimate.moments))
 
 
-def compared(model, strategy, precision="fp32"):
+def compared(model, strategy, precision="fp32", plan=PLANS):
     if strategy in NEEDED:
         pytest.importorskip(NEEDED[strategy])
     with init_empty_weights():
@@ -40,6 +40,7 @@ def compared(model, strategy, precision="fp32"):
         dtypes=[precision],
         strategies=[strategy],
         world_size=max(2, ranks),
+        parallelize_plan=plan[model] if plan and strategy == "tensor" else None,
         device="cpu",
         loss=loss_of,
     ).row(strategy, precision)
@@ -66,12 +67,18 @@ def test_what_is_estimated_is_measured(model, strategy):
 
 
 @pytest.mark.full(group="estimate")
-@pytest.mark.parametrize("model", ["mlp", "llama"])
-def test_what_is_estimated_for_divided_layers_is_a_bound_by_a_fifth(model):
-    """Activations count whole, of which ranks have parts."""
+@pytest.mark.parametrize("model", ["mlp", "llama", "mlp_of_many_rows"])
+def test_what_is_estimated_for_layers_that_a_plan_divides_is_measured(model):
     if model == "llama":
         pytest.importorskip("transformers")
-    estimate, measured, told = compared(model, "tensor")
+    check(model, "tensor")
+
+
+@pytest.mark.full(group="estimate")
+def test_without_a_plan_the_estimate_for_divided_layers_is_a_bound():
+    """Activations count whole, of which ranks have parts."""
+    pytest.importorskip("transformers")
+    estimate, measured, told = compared("llama", "tensor", plan=None)
     assert measured <= estimate.peak <= 1.2 * measured, (told, dict(estimate.moments))
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from accel_big_model.estimate.activations import ActivationsUnknownError, Timeline, default_loss, trace
+from accel_big_model.estimate.divided import divided
 from accel_big_model.estimate.fully_sharded import fully_sharded, tensor_and_data
 from accel_big_model.estimate.optimizers import OptimizerMaker, check_optimizer
 from accel_big_model.estimate.precisions import Precision, read_precision
@@ -41,6 +43,7 @@ def estimate_memory(
     strategies: Sequence[str] = STRATEGIES,
     world_size: int = 8,
     tensor_parallel: int = 2,
+    parallelize_plan: Mapping[str, str] | None = None,
     optimizer: str | OptimizerMaker = "adamw",
     memory: int | str = "80GiB",
     device: str = "accelerator",
@@ -64,6 +67,8 @@ def estimate_memory(
         strategies: of "single", "ddp", "fsdp", "zero1", "zero2", "zero3", "tensor".
         world_size: how many processes train, but under "single".
         tensor_parallel: how many of them share a layer under "tensor".
+        parallelize_plan: what they divide: names of layers, with "*", to "colwise" or "rowwise", as
+            FSDP takes them. None: all matrices, and activations count whole: an upper bound.
         optimizer: "sgd", "momentum", "adam", "adamw", "adafactor", "adagrad", "rmsprop", "lion",
             "adamw8bit"; "module:Class"; a class, or a function of the list of parameters.
         memory: bytes of each device, for `fits`: a number, or text such as "80GiB".
@@ -76,7 +81,8 @@ def estimate_memory(
     Raises:
         NotInstalledError: the model is a configuration, and transformers is not installed.
         ValueError: for a text that is no model, an unknown name, a number below 1, a world that
-            `tensor_parallel` does not divide, or an optimizer that cannot be tried.
+            `tensor_parallel` does not divide, a plan that misfits, or an optimizer that cannot be
+            tried.
     """
     precisions = [read_precision(each) for each in dtypes]
     _check(strategies, world_size, tensor_parallel, device)
@@ -85,6 +91,7 @@ def estimate_memory(
     if isinstance(model, (str, Path)):
         name = str(model) if name is None else name
         model = open_model(str(model))
+    part = None if parallelize_plan is None else _divided(model, parallelize_plan, tensor_parallel)
     shape = model if isinstance(model, ModelShape) else shape_of_model(model)
     rows, assumptions = list[StrategyEstimate](), {BATCH: _described(batch), **_ALWAYS}
     for precision in precisions:
@@ -99,7 +106,9 @@ def estimate_memory(
             assumptions[f"activations in {precision.name}"] = f"unknown: {reason}"
         refused = {each: why for each in strategies if (why := _refusal(each, facts))}
         assumptions |= {f"{each} in {precision.name}": f"left out: {why}" for each, why in refused.items()}
-        rows += [_row(each, facts) for each in strategies if each not in refused]
+        for each in [each for each in strategies if each not in refused]:
+            of_part = each == "tensor" and part is not None
+            rows.append(_of_a_part(part, batch, facts, loss, gathers, again) if of_part else _row(each, facts))
     return MemoryEstimate(
         name or type(model).__name__,
         shape.numel,
@@ -175,6 +184,30 @@ def _units(shape: ModelShape) -> list[str]:
             "it out, or checkpoint inside of the model."
         )
     return units
+
+
+def _divided(model: nn.Module | ModelShape, plan: Mapping[str, str], ranks: int) -> nn.Module:
+    if isinstance(model, ModelShape):
+        raise ValueError("parallelize_plan= was given, and there are only files with weights, and no layers to divide.")
+    return divided(model, plan, ranks)
+
+
+def _of_a_part(
+    part: nn.Module | None,
+    batch: Any,
+    facts: Facts,
+    loss: Callable[[Any], torch.Tensor],
+    gathers: bool,
+    again: Sequence[str],
+) -> StrategyEstimate:
+    """The row of "tensor" for a rank whose part of the model is known."""
+    assert part is not None, "a plan was given"
+    shape = shape_of_model(part)
+    timeline, gathered, reason = _timelines(part, batch, shape, facts.precision, loss, gathers, again)
+    ranks = facts.ranks // facts.tensor
+    row = fully_sharded(replace(facts, shape=shape, timeline=timeline, gathered=gathered, ranks=ranks), "tensor")
+    note = f"{facts.tensor} tensor-parallel × {ranks} sharding ranks, divided by the plan"
+    return replace(row, ranks=facts.ranks, notes=(note, *([f"activations are unknown: {reason}"] if reason else ())))
 
 
 def _refusal(strategy: str, facts: Facts) -> str | None:

@@ -35,7 +35,8 @@ FORMULAS: Mapping[str, str] = MappingProxyType(
         "zero3": "kept = (weights + fp32 masters + gradients + optimizer) / ranks + the bucket. forward: + gathered weights (at most a "
         "billion elements) + max(what is gathered at a time (50 million), activations). backward: + gathered weights + max(activations, the "
         "bucket's copy). step: + gradients and what the optimizer needs for one flat part of parameters / ranks",
-        "tensor": "matrices are divided by the tensor-parallel ranks, and the rest is fsdp over the other ranks. Activations count "
+        "tensor": "layers are divided by the tensor-parallel ranks as parallelize_plan says, and the rest is fsdp over the other "
+        "ranks. Without a plan all matrices are, and activations count "
         "whole, which is an upper bound: 6 % above what an MLP took on four ranks, and 15 % above a Llama",
     }
 )
