@@ -121,6 +121,14 @@ def test_to_raises_with_what_to_do(tmp_path):
         model.to("cpu")
 
 
+@pytest.mark.parametrize("move", [lambda model: model.to("cpu", torch.float64), nn.Module.half])
+def test_moving_a_model_that_is_offloaded_as_a_whole_says_what_to_do(move, tmp_path):
+    with pytest.raises(
+        RuntimeError, match="which is offloaded.*build it anew, in another dtype or by another device_map"
+    ):
+        move(disk_offload(net(), tmp_path))
+
+
 @pytest.mark.parametrize("offload", ["cpu", "disk"])
 def test_a_model_that_is_offloaded_as_a_whole_runs_and_comes_back(offload, tmp_path):
     model = net()

@@ -27,6 +27,8 @@ _METADATA = {
     ),
 }
 
+_MOVES = {"to", "cpu", "cuda", "half", "float", "double", "bfloat16"}
+"""What a module calls for each weight in the methods of these names."""
 
 NO_COMPILING = (
     "A model whose weights are offloaded was to be compiled: they come and go by each call. Compile the modules that stay in their place, "
@@ -48,9 +50,12 @@ def _refuse(
     if torch.compiler.is_compiling() or func.__name__ == "_is_view":  # by which a compiler begins to look at it
         raise RuntimeError(NO_COMPILING)
     away = next(each for each in _flat(args, kwargs) if isinstance(each, cls))
+    advice = "Name the class that uses it in preload_module_classes=, or read it inside align_module_device()."
+    if func.__name__ in _MOVES:
+        advice = "The model stays where it is: build it anew, in another dtype or by another device_map."
     raise RuntimeError(
         f"{func.__name__}() was given the weight {vars(away)[STANDS_FOR][1]!r}, which is offloaded, and is here only while its own module "
-        f"is called. Name the class that uses it in preload_module_classes=, or read it inside align_module_device()."
+        f"is called. {advice}"
     )
 
 
