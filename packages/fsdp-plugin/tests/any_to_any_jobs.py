@@ -194,7 +194,9 @@ class Run:
         world = World.current(cpu=True)
         values = {name: value for part in gather_objects([state.values], world) for name, value in part.items()}
         tensors = {name: gather_entry(name, entry, world).clone() for name, entry in state.entries.items()}
-        return {"kind": state.kind, "groups": state.groups, "values": values, **tensors}
+        # How a process steps is its own: FSDP steps one by one where some parameters are whole.
+        groups = [{name: value for name, value in group.items() if name != "foreach"} for group in state.groups]
+        return {"kind": state.kind, "groups": groups, "values": values, **tensors}
 
     def _scale(self):
         precision = self.accelerator._parts.precision
