@@ -5,7 +5,6 @@ python scenario_libraries.py OUT lora sft dpo
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,8 @@ from scenario_trainer import Sentences, arguments, tiny
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Trainer, set_seed
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+
+from accelerate import PartialState
 
 WORDS = ["[PAD]", "[EOS]", "[UNK]", *(f"w{number}" for number in range(61))]
 SHARED: dict[str, Any] = {
@@ -96,9 +97,10 @@ def dpo(folder: Path) -> dict[str, Any]:
             for start in range(24)
         ]
     )
-    model = folder / f"model-{os.environ.get('RANK', 0)}"  # of one's own: another rank would read what is half written
-    tiny().save_pretrained(model)
-    tokenizer().save_pretrained(model)
+    model = folder / "model"
+    with PartialState().main_process_first():  # transformers lets it alone write
+        tiny().save_pretrained(model)
+        tokenizer().save_pretrained(model)
     given = DPOConfig(output_dir=str(folder), max_length=16, beta=0.5, **SHARED)
     trainer = DPOTrainer(
         str(model), args=given, train_dataset=rows, processing_class=tokenizer(), peft_config=adapters()
