@@ -29,7 +29,7 @@ def main() -> None:
         raise SystemExit(f"There is no site in {site}: nox -s docs builds it.")
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     if chromium is None:
-        raise SystemExit("No chromium is installed: nobody has looked at the site.")
+        raise SystemExit("Nobody has looked at the site: install Chromium, and run nox -s docs again.")
     errors: list[str] = []
     with served(site) as server, sync_playwright() as playwright:
         address = f"http://127.0.0.1:{server.server_port}/"

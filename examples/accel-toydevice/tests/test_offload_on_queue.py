@@ -103,3 +103,35 @@ def test_all_that_is_fetched_ahead_comes_in_one_stream(monkeypatch):
         model(torch.arange(4).to("toy"))
     assert len(streams) == 1
     assert torch.accelerator.current_stream("toy:0").stream_id not in streams
+
+
+class Beside(nn.Module):
+    """A weight and a buffer of its own beside modules."""
+
+    def __init__(self):
+        super().__init__()
+        self.own = nn.Parameter(torch.ones(WIDTH))
+        self.register_buffer("scale", torch.full((WIDTH,), 2.0), persistent=False)
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.second(self.first(x) * self.scale + self.own)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "places",
+    [
+        {"": 0, "first": "cpu"},
+        {"": 0, "second": "disk"},
+        {"": 0, "second.weight": "cpu"},
+        {"own": 0, "scale": 0, "first": 0, "second": "disk"},
+        {"": "cpu", "own": 0, "first": 0},
+    ],
+)
+def test_what_a_module_with_exceptions_has_of_its_own_is_where_it_computes(tmp_path, places):
+    torch.manual_seed(0)
+    model, x = Beside(), torch.ones(2, WIDTH)
+    expected = model.to("toy")(x.to("toy")).cpu()
+    model = dispatch_model(model.to("cpu"), places, main_device=0, offload_dir=tmp_path)
+    assert torch.equal(model(x).cpu(), expected)

@@ -335,6 +335,12 @@ class TestStrategies:
     def test_a_plan_that_misfits_is_refused(self, plan, ranks, message):
         with pytest.raises(ValueError, match=message):
             estimate_memory(stack(), parallelize_plan=plan, world_size=12, tensor_parallel=ranks)
+        tower = Tower()
+        tower.head.weight = tower.embed.weight
+        with pytest.raises(ValueError, match="divides head, whose weight is tied: leave it out"):
+            estimate_memory(tower, parallelize_plan={"head": "colwise"}, tensor_parallel=2)
+        with pytest.raises(ValueError, match="strategy 'tensor', which it is for, is not asked for"):
+            estimate_memory(stack(), parallelize_plan={"0": "colwise"}, strategies=["fsdp"])
         norms = nn.Sequential(nn.LayerNorm(4))
         with pytest.raises(ValueError, match="gives 0 the word 'colwise', and it is a LayerNorm"):
             estimate_memory(norms, parallelize_plan={"0": "colwise"}, tensor_parallel=2)

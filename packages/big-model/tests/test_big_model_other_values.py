@@ -61,6 +61,7 @@ def test_a_model_that_is_dispatched_is_not_filled(offloaded, files, tmp_path):
 GIVEN = {
     "assigned by load_state_dict": lambda model: model.load_state_dict(net().state_dict(), assign=True),
     "assigned": lambda model: setattr(model.middle[0], "weight", nn.Parameter(torch.zeros(8, 8))),
+    "taken away": lambda model: setattr(model.middle[0], "bias", None),
     "by name": lambda model: set_module_tensor_to_device(model, "middle.0.weight", "cpu", value=torch.zeros(8, 8)),
 }
 
@@ -70,7 +71,7 @@ def test_another_value_of_an_offloaded_weight_is_refused(given, tmp_path):
     model = disk_offload(net(), tmp_path)
     model(IDS)
     GIVEN[given](model)
-    with pytest.raises(RuntimeError, match=r"weight of \w+ is offloaded, and was given another value"):
+    with pytest.raises(RuntimeError, match=r"(weight|bias) of \w+ is offloaded, and was given another value"):
         model(IDS)
 
 

@@ -232,12 +232,17 @@ class AlignDevicesHook(ModelHook):
         """Raises if a weight that is away was given another value: it is not what is brought."""
         for name, away in self._away.items():
             found = _tensor_of(module, name)
-            here = (self._brought.get(name, (None,))[0], self._tied.resident(f"{self._path}{name}"))
-            if found is not away and all(found is not each for each in here):  # it may be here already
-                raise RuntimeError(
-                    f"{self._path}{name} of {type(module).__name__} is offloaded, and was given another value, which would not be used. "
-                    f"Give a model its weights first, and dispatch it then."
-                )
+            if found is away or (found is not None and self._is_here(name, found)):
+                continue
+            raise RuntimeError(
+                f"{self._path}{name} of {type(module).__name__} is offloaded, and was given another value, which would not be used. "
+                f"Give a model its weights first, and dispatch it then."
+            )
+
+    def _is_here(self, name: str, found: torch.Tensor) -> bool:
+        """Whether this is the weight itself: brought by a call around this one, or tied to one in memory."""
+        brought = self._brought.get(name)
+        return (brought is not None and found is brought[0]) or found is self._tied.resident(f"{self._path}{name}")
 
     def copies(self) -> dict[str, torch.Tensor]:
         """Copies of the weights that are here, for `refuse_writes`."""

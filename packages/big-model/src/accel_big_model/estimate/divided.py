@@ -8,6 +8,8 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from accel_big_model.module_tensors import find_tied_parameters
+
 COLWISE, ROWWISE = "colwise", "rowwise"
 
 
@@ -15,9 +17,11 @@ def divided(model: nn.Module, plan: Mapping[str, str], ranks: int) -> nn.Module:
     """A copy without memory for what a plan divides, as one of several ranks has it; the rest is shared.
 
     `plan`: names of modules, in which "*" stands for a part, to "colwise" or "rowwise". Raises
-    `ValueError` for a name that fits no layer, another word, and a size that `ranks` do not divide.
+    `ValueError` for a name that fits no layer, another word, a weight that is tied, and a size that
+    `ranks` do not divide.
     """
     tensors = [*model.parameters(), *model.buffers()]
+    tied = {name for names in find_tied_parameters(model) for name in names}
     copied = copy.deepcopy(model, {id(each): each for each in tensors})
     for pattern, word in plan.items():
         found = [*_fitting(copied, pattern)]
@@ -27,6 +31,10 @@ def divided(model: nn.Module, plan: Mapping[str, str], ranks: int) -> nn.Module:
                 f"{'names no module of the model' if not found else 'is neither colwise nor rowwise: leave it out, and it counts whole'}."
             )
         for name, layer in found:
+            if not tied.isdisjoint(f"{name}.{own}" for own, _ in layer.named_parameters(recurse=False)):
+                raise ValueError(
+                    f"parallelize_plan divides {name}, whose weight is tied: leave it out, and it counts whole."
+                )
             parent, _, own = name.rpartition(".")
             setattr(copied.get_submodule(parent), own, _part(name, layer, word, ranks))
     return copied

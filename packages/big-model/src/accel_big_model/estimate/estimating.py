@@ -91,6 +91,8 @@ def estimate_memory(
     if isinstance(model, (str, Path)):
         name = str(model) if name is None else name
         model = open_model(str(model))
+    if parallelize_plan is not None and "tensor" not in strategies:
+        raise ValueError("parallelize_plan= was given, and strategy 'tensor', which it is for, is not asked for.")
     part = None if parallelize_plan is None else _divided(model, parallelize_plan, tensor_parallel)
     shape = model if isinstance(model, ModelShape) else shape_of_model(model)
     rows, assumptions = list[StrategyEstimate](), {BATCH: _described(batch), **_ALWAYS}
