@@ -320,8 +320,11 @@ def first_run(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Against raw torch and the peers, interleaved in one run: prints each gate with the figure measured, and writes docs/benchmarks.md; then docs/performance/convergence.md."""
-    install(session, PACKAGES, "-r", "benchmarks/requirements.txt", *EXAMPLES)
+    """Against raw torch and the peers, interleaved in one run: prints each gate with the figure measured, and writes docs/benchmarks.md; then docs/performance/convergence.md.
+
+    Without accel-compat, which would stand in the place of Accelerate.
+    """
+    install(session, ["all", "testing"], "-r", "benchmarks/requirements.txt", *EXAMPLES)
     session.run("python", "benchmarks/run.py", "--out", "out/benchmarks.json", *session.posargs)
     session.run("python", "benchmarks/page.py", "out/benchmarks.json")
     session.run("python", "benchmarks/convergence.py")

@@ -259,11 +259,17 @@ def main() -> None:
 
 
 def installed(distribution: str) -> str | None:
-    """Its version, or None."""
+    """Its version, or None. Ends the program where `accelerate` is accel-compat, which would be measured against itself."""
     try:
-        return metadata.version(distribution)
+        version = metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
+    if distribution == "accelerate" and version.endswith("+accel"):
+        raise SystemExit(
+            "The module accelerate of this environment is accel-compat, not the peer: measure where "
+            "benchmarks/requirements.txt is installed and accel-compat is not, or leave it out: --libraries accel,fabric"
+        )
+    return version
 
 
 def arguments() -> argparse.Namespace:

@@ -119,6 +119,24 @@ def test_resuming_deep_in_a_huge_set_reads_one_batch_and_takes_no_memory(results
     assert all(measured["accel"]["memory"] <= 2**20 for measured in rounds)
 
 
+def test_accel_compat_is_not_measured_as_accelerate(tmp_path):
+    """Both are called `accelerate`; the environment of the tests has ours."""
+    command = [
+        sys.executable,
+        str(RUN),
+        "--rows",
+        "P1",
+        "--libraries",
+        "accel,accelerate",
+        "--out",
+        str(tmp_path / "out.json"),
+    ]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 1
+    assert "is accel-compat, not the peer" in ended.stderr
+    assert not (tmp_path / "out.json").exists()
+
+
 def test_pickling_is_counted_under_any_name():
     """Functions, and objects of subclasses; what is called outside is not."""
     counting = runpy.run_path(str(RUN.with_name("counting.py")))
