@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 import sys
 import tempfile
@@ -76,6 +77,8 @@ TESTED_WITH = {
     "core": ("diagnostics",),
     "data": ("diagnostics",),
     "compat": ("deepspeed-plugin",),
+    "deepspeed-plugin": ("fsdp-plugin",),
+    "launch": ("fsdp-plugin",),
     "megatron-plugin": ("deepspeed-plugin", "fsdp-plugin"),
 }
 """Packages that the tests of another one need beside its own; accel-testing brings accel-checkpoint."""
@@ -224,7 +227,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """`mypy --strict` over the sources of every package."""
-    install(session, PACKAGES, *GROUPS["test"], *GROUPS["types"])
+    install(session, PACKAGES, *TEST, *GROUPS["types"])
     check_types(session)
 
 
@@ -263,6 +266,9 @@ def hello(session: nox.Session) -> None:
 @nox.session
 def toydevice(session: nox.Session) -> None:
     """What only a device with a queue of its own shows, on one that needs no hardware: its tests, and those checks for GPUs that it can run."""
+    shutil.rmtree(
+        TOY_DEVICE / "build", ignore_errors=True
+    )  # compiled against another torch, it would not be compiled anew
     with phase("installation of the toy device"):
         session.install("--prefer-binary", "-c", CONSTRAINTS, *build_requirements(TOY_DEVICE))
         ours = ["testing", "big-model", "data", "precision", "diagnostics", "fsdp-plugin"]
@@ -271,6 +277,7 @@ def toydevice(session: nox.Session) -> None:
         session.run("pytest", str(TOY_DEVICE / "tests"), *session.posargs)
         if not session.posargs:
             session.run("python", ACCEPTANCE, "--import", "accel_toydevice", "--quick", "--patience", "3")
+            session.run("pytest", "-m", "full", "tests/test_acceptance.py")
             record_verified("toydevice")
 
 
@@ -322,19 +329,20 @@ def first_run(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """Against raw torch and the peers, interleaved in one run: prints each gate with the figure measured, and writes docs/benchmarks.md; then docs/performance/convergence.md.
 
-    Without accel-compat, which would stand in the place of Accelerate.
+    Without accel-compat, which would stand in the place of Accelerate. What follows `--` goes to benchmarks/run.py, and then no page is written.
     """
     install(session, ["all", "testing"], "-r", "benchmarks/requirements.txt", *EXAMPLES)
     session.run("python", "benchmarks/run.py", "--out", "out/benchmarks.json", *session.posargs)
-    session.run("python", "benchmarks/page.py", "out/benchmarks.json")
-    session.run("python", "benchmarks/convergence.py")
+    if not session.posargs:  # else the page would lose the rows that were left out
+        session.run("python", "benchmarks/page.py", "out/benchmarks.json")
+        session.run("python", "benchmarks/convergence.py")
 
 
 @nox.session
 def soak(session: nox.Session) -> None:
     """All tests, the long ones too, with every loop at its full length."""
     names, arguments = chosen(session)
-    install(session, PACKAGES, *GROUPS["test"], *EXAMPLES, *BY_FEATURE)
+    install(session, PACKAGES, *TEST, *EXAMPLES, *BY_FEATURE)
     session.run("pytest", "-m", "", *folders(names), *arguments, env={"ACCEL_SOAK": "1"})
 
 
@@ -353,7 +361,8 @@ def gpu(session: nox.Session) -> None:
         session.skip(f"torch {version} finds no accelerator on this machine: nothing was run.")
     for world, options in ((1, ()), (int(devices), ()), (int(devices), SHARDED)):
         run_script(session, QUICKSTART, *options, world=world)
-    session.run("python", ACCEPTANCE, "--report", "out/acceptance.json", *session.posargs)
+    report = [] if "--list" in session.posargs else ["--report", "out/acceptance.json"]
+    session.run("python", ACCEPTANCE, *report, *session.posargs)
 
 
 def chosen(session: nox.Session) -> tuple[list[str], list[str]]:
@@ -391,9 +400,10 @@ def digest(group: str) -> str:
 
 
 def files_of(path: Path) -> Iterator[Path]:
-    """A file itself, or every file below a folder but what Python has compiled."""
+    """A file itself, or every file below a folder but what Python has compiled and what was built."""
     below = path.rglob("*") if path.is_dir() else [path]
-    yield from (each for each in below if each.is_file() and each.suffix != ".pyc")
+    made = re.compile(r"__pycache__|build|.*\.egg-info")
+    yield from (each for each in below if each.is_file() and not any(map(made.fullmatch, each.relative_to(ROOT).parts)))
 
 
 def verified() -> dict[str, str]:

@@ -26,14 +26,14 @@ TOPICS: Mapping[str, tuple[str, ...]] = {
 """Plots, and how the names of their lines begin."""
 
 INTRODUCTION = """\
-These benchmarks measure the cost of accel, beside Accelerate and Lightning Fabric. All libraries take turns in each round.
+What accel costs, beside Accelerate and Lightning Fabric. All libraries take turns in each round.
 Differences and ratios are within a round; figures without a sign or × depend on the machine. [How each row is measured](../benchmarks/README.md).
 [Performance](performance.md) explains figures of this run and earlier ones.
 
-- **figure** is accel's median over {fewest} to {most} rounds a row, and **interval** holds the middle half of them. Bars show the same.
+- **figure** is accel's median over {fewest} to {most} rounds a row; **interval** and bars show their middle half.
 - A figure with a sign is a difference to the raw loop; one with × is a ratio to it. **raw** is the median of that loop.
-- **gate** is the limit that we set ourselves, a dotted line in the plots. Less is better everywhere.
-- For the peers, the table has only medians. "–": not measured."""
+- **gate** is our own limit, dotted in the plots. Less is better everywhere.
+- Peers have medians only. "–": not measured."""
 
 COLORS = {OURS: "C0", "accelerate": "C1", "fabric": "C2"}
 ROOT = Path(__file__).parents[1]

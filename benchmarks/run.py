@@ -237,7 +237,7 @@ def machine() -> dict[str, object]:
         "system": platform.platform(),
         "python": platform.python_version(),
         "torch": metadata.version("torch"),
-        "load": os.getloadavg()[0],
+        "load": round(os.getloadavg()[0], 1),
     }
 
 

@@ -65,7 +65,7 @@ class Measure:
             "row": self.name,
             "gate": "" if self.limit is None else f"≤ {self._text(self.limit)}",
             "figure": self._text(middle, more),
-            "interval": f"{self._text(low, more)} … {self._text(high, more)}",
+            "interval": " … ".join(self._interval(low, high, more)),
             "raw": f"{four_digits(statistics.median(raw))} {self.unit}" if raw else "",
             "verdict": "" if self.limit is None else ("met" if middle <= self.limit else "MISSED"),
         }
@@ -79,6 +79,10 @@ class Measure:
         if self.limit is None or middle == self.limit:
             return 0
         return next((more for more in range(12) if self._text(middle, more) != self._text(self.limit, more)), 0)
+
+    def _interval(self, low: float, high: float, more: int) -> tuple[str, str]:
+        """Both ends, of which only one has the unit."""
+        return self._text(low, more).removesuffix(f" {self.unit}"), self._text(high, more).removeprefix("× ")
 
     def _text(self, value: float, more: int = 0) -> str:
         if self.against == "/":

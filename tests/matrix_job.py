@@ -25,6 +25,10 @@ BATCH, SAMPLES = 4, 32
 TOLERANCES = {"no": 1e-6, "bf16": 2e-2}  # the largest difference of a weight
 DEFAULTS = ("single", "ddp")
 ALONE = ("dispatch",)  # of one process
+ELSEWHERE = (
+    "megatron",
+    "xla",
+)  # one asks for CUDA, one for torch_xla and an older torch: the sessions `tests` and `xla` have them
 
 
 def dataset():
@@ -118,7 +122,7 @@ def compared(strategy, precision, folder):
 
 
 def main():
-    left_out = {*DEFAULTS, *(ALONE if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ())}
+    left_out = {*DEFAULTS, *ELSEWHERE, *(ALONE if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ())}
     strategies = [None, *(name for name in offered("accel.strategies") if name not in left_out)]
     precisions = [name for name in offered("accel.precisions") if name in TOLERANCES]
     with tempfile.TemporaryDirectory() as folder:

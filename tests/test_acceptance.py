@@ -90,7 +90,7 @@ def test_every_check_that_needs_no_accelerator_passes(tmp_path):
     assert {"torch", "host", "driver", "variables"} <= report["machines"][0].keys()
 
 
-@pytest.mark.full(group="toydevice")
+@pytest.mark.full  # of the session `toydevice`
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("devices", ["3", "8"])
 def test_every_check_passes_with_other_numbers_of_devices(devices, tmp_path):

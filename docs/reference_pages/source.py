@@ -25,7 +25,8 @@ def public_members(node: ast.ClassDef) -> dict[str, str]:
     sections: dict[str, str] = {}
     for item in node.body:
         if isinstance(item, ast.FunctionDef) and not item.name.startswith("_"):
-            if "hookimpl" not in map(ast.unparse, item.decorator_list):
+            decorators = [ast.unparse(each) for each in item.decorator_list]
+            if "hookimpl" not in decorators and f"{item.name}.setter" not in decorators:
                 sections[item.name] = member_section(item)
         elif (
             isinstance(item, ast.Assign)

@@ -122,6 +122,14 @@ def test_what_does_not_fit_to_the_other_launcher_is_refused(
         planned(environ, **options)
 
 
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_one_device_a_node_has_an_agent_where_one_is_asked_for(nodes: int) -> None:
+    """The templates of examples/slurm give --num-processes and --shutdown-timeout, however many devices a node has."""
+    plan = planned(slurm(0, nodes, nodes), num_processes=nodes, shutdown_timeout=100)
+    assert (plan.way, plan.here, plan.processes) == ("agent", 1, nodes)
+    assert planned(slurm(0, nodes, nodes), num_processes=nodes).way == "join"
+
+
 def test_one_task_on_each_node_is_one_machine_each() -> None:
     plan = planned(slurm(1, 2, 2), num_processes=8)
     assert (plan.way, plan.here, plan.processes, plan.machine_rank) == ("agent", 4, 8, 1)

@@ -186,7 +186,7 @@ def weighed(run: Run) -> str:
     return f"loss within {abs(float(found) - expected.item()):.0e}"
 
 
-@check(seconds=120, long=True)
+@check(package="torchao", seconds=120, long=True)
 def fp8(run: Run) -> str:
     """One device, fp8 by torchao: trains as bf16 does, roughly."""
     if run.is_cuda and torch.cuda.get_device_capability() < (8, 9):

@@ -150,7 +150,7 @@ def gpt_125m_fsdp(run: Run) -> str:
     return compared(run, shape, steps)
 
 
-@check(long=True, seconds=600, on="cuda")
+@check(package="torchao", long=True, seconds=600, on="cuda")
 def fp8_1b(run: Run) -> str:
     """G2: fp8 over bf16, a GPT of 1 B with a width of 4096, compiled."""
     if torch.cuda.get_device_capability() < (8, 9):

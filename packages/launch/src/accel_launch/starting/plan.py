@@ -99,9 +99,15 @@ def make_plan(launch: LaunchOptions, cpu: bool, environ: Mapping[str, str]) -> P
     place = read_place(environ)
     if place.source == "alone":
         return _started_here(launch, cpu, environ, place)
-    if launch.num_processes in {None, place.size}:
+    if launch.num_processes in {None, place.size} and not _looks_after_one(launch, place):
         return _joined(launch, cpu, environ, place)
     return _started_here(_as_machine(launch, place), cpu, environ, place)
+
+
+def _looks_after_one(launch: LaunchOptions, place: Place) -> bool:
+    """Whether a task that is alone on its machine is asked to start and look after one process there."""
+    alone = place.local_size == 1 and place.source != "torchrun" and launch.num_processes == place.size
+    return alone and any(name not in FOR_JOINING for name in given(launch))
 
 
 def _joined(launch: LaunchOptions, cpu: bool, environ: Mapping[str, str], place: Place) -> Plan:
