@@ -32,7 +32,7 @@ OLDER_NAMES: dict[tuple[str, str], tuple[str, ...]] = {
             "accel_core.DynamoBackend: NO EAGER AOT_EAGER INDUCTOR AOT_TS_NVFUSER NVPRIMS_NVFUSER CUDAGRAPHS OFI FX2TRT ONNXRT "
             "TENSORRT TVM"
         ),
-        "accel_core.LoggerType: ALL TENSORBOARD WANDB COMETML",
+        "accel_core.LoggerType: ALL AIM CLEARML COMETML DVCLIVE JSONL MLFLOW SWANLAB TENSORBOARD TRACKIO WANDB",
         "accel_core.PrecisionType: NO FP8 FP16 BF16",
         "accel_core.RNGType: TORCH CUDA XLA GENERATOR",
     ),
@@ -180,6 +180,14 @@ OLDER_NAMES: dict[tuple[str, str], tuple[str, ...]] = {
             "transformer_cls_names_to_wrap, min_num_params)"
         ),
     ),
+    ("D3", "DeepSpeed"): (
+        (
+            "accel_deepspeed.DeepSpeedPlugin(hf_ds_config, gradient_accumulation_steps, gradient_clipping, zero_stage, "
+            "offload_optimizer_device, offload_param_device, zero3_init_flag)"
+        ),
+        "accel_deepspeed.DummyOptim(params, lr, weight_decay, **)",
+        "accel_deepspeed.DummyScheduler(optimizer, total_num_steps, warmup_num_steps, lr_scheduler_callable, **)",
+    ),
     ("D4", "Megatron"): (
         (
             "accel_megatron.MegatronLMPlugin(tp_degree, pp_degree, sequence_parallelism, use_distributed_optimizer, "
@@ -226,7 +234,23 @@ OLDER_NAMES: dict[tuple[str, str], tuple[str, ...]] = {
         "accel_launch.debug_launcher(function, args, num_processes)",
         "accel_launch.notebook_launcher(function, args, num_processes, mixed_precision, use_port)",
     ),
-    ("I", "Big models"): ("accel_core.load_checkpoint_in_model(model, checkpoint, device_map)",),
+    ("I", "Big models"): (
+        "accel_core.load_checkpoint_in_model(model, checkpoint, device_map)",
+        "accel_big_model.BnbQuantizationConfig(load_in_8bit, load_in_4bit, torch_dtype, skip_modules)",
+        "accel_big_model.cpu_offload(model, execution_device, offload_buffers, state_dict)",
+        "accel_big_model.disk_offload(model, offload_dir, execution_device, offload_buffers)",
+        "accel_big_model.dispatch_model(model, device_map, main_device, state_dict, offload_dir, offload_index, offload_buffers)",
+        (
+            "accel_big_model.infer_auto_device_map(model, max_memory, no_split_module_classes, dtype, special_dtypes, "
+            "offload_buffers)"
+        ),
+        "accel_big_model.init_empty_weights(include_buffers)",
+        "accel_big_model.load_and_quantize_model(model, bnb_quantization_config, weights_location, device_map, offload_folder)",
+        (
+            "accel_big_model.load_checkpoint_and_dispatch(model, checkpoint, device_map, max_memory, no_split_module_classes, "
+            "offload_folder, offload_buffers, dtype, offload_state_dict, strict)"
+        ),
+    ),
 }
 
 OLDER_ARGUMENTS = (

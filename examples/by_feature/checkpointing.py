@@ -62,7 +62,7 @@ def main():
     accelerator.register_for_checkpointing(progress)
     accelerator.stop_on_signal()  # SIGTERM, which schedulers send before they take a machine away
     if options.resume:
-        accelerator.load_state()  # behind prepare and register
+        accelerator.load_state()  # after prepare and register
         accelerator.print(f"resumed at step {progress.steps}")
 
     for _ in range(loader.state_dict()["epoch"], options.epochs):
