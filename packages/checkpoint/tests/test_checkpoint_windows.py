@@ -94,3 +94,38 @@ def test_an_open_window_goes_on_on_any_number_of_ranks(tmp_path):
             assert torch.allclose(state[name], tensor, rtol=1e-9), (where, name)
     [refusal] = run_ranks(refusal_of_rows, 1, f"{tmp_path}/ddp-2")
     assert "it was saved inside a window, and Rows cannot take pending gradients over" in refusal
+
+
+def told_by_caller(steps):
+    """A model, its optimizer, and a micro-batch of which the caller says whether it closes the window."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
+    model = models.built(models.Net, 0).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    prepared, optimizer = accelerator.prepare(model, optimizer)
+
+    def micro_batch(index, closes):
+        x, y = (tensor.double() for tensor in models.samples(index * ROWS, ROWS))
+        with accelerator.accumulate(prepared, closes=closes):
+            accelerator.backward(F.mse_loss(prepared(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return accelerator, model, micro_batch
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_a_window_that_the_caller_closes_goes_on_inside_it(steps, tmp_path):
+    """Its place says nothing: three micro-batches may have run where windows are said to have one or two."""
+    accelerator, model, micro_batch = told_by_caller(steps)
+    for index in range(3):
+        micro_batch(index, closes=False)
+    folder = accelerator.save_state(str(tmp_path / "saved"))
+    micro_batch(3, closes=True)
+    accelerator.end_training()
+
+    again, resumed, micro_batch = told_by_caller(steps)
+    again.load_state(folder)
+    micro_batch(3, closes=True)
+    again.end_training()
+    for name, value in model.state_dict().items():
+        assert torch.equal(resumed.state_dict()[name], value), name

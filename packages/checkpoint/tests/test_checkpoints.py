@@ -268,6 +268,7 @@ def save_on_each_node(root):
     accelerator, model, layers, optimizer, project = on_two_nodes(root)
     counter = Counter(accelerator.process_index)
     accelerator.register_for_checkpointing(counter)
+    torch.manual_seed(accelerator.process_index)
     for mode in (False, "eager", "lazy"):
         accelerator.backward(model(torch.ones(1, 2)).sum())
         optimizer.step()
@@ -279,9 +280,13 @@ def save_on_each_node(root):
     weight = layers.weight.detach().clone()
     nn.init.zeros_(layers.weight)
     counter.value = -1
+    drawn = torch.rand(3)
     accelerator.load_state()
     assert torch.equal(layers.weight, weight)
     assert counter.value == accelerator.process_index
+    assert torch.equal(torch.rand(3), drawn), (
+        "each rank has its own random streams, though one rank wrote those of both"
+    )
     accelerator.end_training()
     return files, weight
 

@@ -235,7 +235,9 @@ def _agree(run: Run, draft: Draft, members: Sequence[int], left: Sequence[int]) 
                 holders = range(run.world.size) if ranks == "all" else ranks
                 writer = next((rank for rank in members if rank in holders), members[0])
                 if writer == run.world.rank:
-                    mine.add_object(unit, ranks, encodings.get(writer if writer in holders else first, encoded)[unit])
+                    # On another node, one rank writes for several, whose tensors have the same names.
+                    owner, prefix = (writer, "") if writer in holders else (first, f"{unit} of rank {first}")
+                    mine.add_object(unit, ranks, encodings.get(owner, encoded)[unit], prefix)
         return mine
 
     return on_each_rank(run.world, "to begin writing", work), portraits

@@ -143,5 +143,7 @@ class CoreDefaults:
         key = (weight, loss.dtype, loss.device)
         seed = self._seeds.get(key)
         if seed is None:
+            if len(self._seeds) >= 64:  # weights by token count are new in nearly every window
+                self._seeds.clear()
             seed = self._seeds[key] = torch.tensor(weight, dtype=loss.dtype, device=loss.device)
         return seed

@@ -146,6 +146,7 @@ class Accumulation:
             self.open = True
             self.position, self.size, self.backwards = state["position"], state["size"], state["backwards"]
             self.weight = self._share()
+            self.by_caller = not 0 < self.position < self.size  # its number would have closed it
 
     @property
     def _has_windows(self) -> bool:
@@ -194,10 +195,8 @@ class Accumulation:
 
 def is_state(value: Any) -> bool:
     """Whether `Accumulation.state_dict` can have given it."""
-    if not isinstance(value, dict) or type(value.get("open")) is not bool:
-        return False
-    sound = all(type(value.get(name)) is int and value[name] >= 0 for name in _NUMBERS)
-    return sound and (not value["open"] or 0 < value["position"] < value["size"])
+    known = isinstance(value, dict) and type(value.get("open")) is bool
+    return known and all(type(value.get(name)) is int and value[name] >= 0 for name in _NUMBERS)
 
 
 @dataclass(slots=True)

@@ -388,15 +388,17 @@ class World:
             watch.leave(failed=not patient)
         store, self._store, shutdown = self._store, None, None
         if store is not None and group is _default_group():
+            together = patient and not (watch is not None and watch.verdict)
+            groups = [group, *groups_beside(group)] if not together and self.device.type != "cpu" else []
             _beside.pop(group, {}).clear()
             del group
-            together = patient and not (watch is not None and watch.verdict)
             shutdown = Shutdown(store, self.rank, self.size, PATIENCE if together else timedelta(0))
             shutdown.say("ready", wait=True)
-            if self._connections is not None and not shutdown.complete:
+            if self._connections is not None and (groups or not shutdown.complete):
                 # Whoever still holds the group (a model in the traceback of an error), or its sockets (a loader's worker, which was
-                # forked), would keep the others waiting. What is closed already cannot be broken off.
-                self._connections.break_off([])
+                # forked), would keep the others waiting; so would a device that has yet to run what does not fit the others' calls.
+                self._connections.break_off(groups)
+            groups.clear()  # what is closed already cannot be broken off
             dist.destroy_process_group()
             shutdown.say("gone", wait=self.rank == 0)
         if watch is not None:
