@@ -639,5 +639,28 @@ def several(folder):
         resumes(window, f"{folder}/rows-{mode}", 2, mode, Rows, gradient_accumulation_steps=2)
 
 
+def saved_after_uneven_inputs(folder):
+    accelerator = Accelerator(cpu=True)
+    layers = nn.Linear(3, 2)
+    model, optimizer = accelerator.prepare(layers, torch.optim.AdamW(layers.parameters(), 0.1))
+    with accelerator.join_uneven_inputs([model]):
+        for _ in range(1 + accelerator.process_index):
+            train(accelerator, model, optimizer)
+    accelerator.save_state(folder)
+    accelerator.end_training()
+    return layers.weight.detach().clone()
+
+
+def test_a_run_with_uneven_inputs_goes_on_in_another_world(tmp_path):
+    """Its ranks have counted backwards differently, which binds nothing to their number."""
+    weight = run_ranks(saved_after_uneven_inputs, 2, str(tmp_path / "saved"))[0]
+    accelerator = Accelerator(cpu=True)
+    layers = nn.Linear(3, 2)
+    accelerator.prepare(layers, torch.optim.AdamW(layers.parameters(), 0.1))
+    accelerator.load_state(tmp_path / "saved")
+    accelerator.end_training()
+    assert torch.equal(layers.weight, weight)
+
+
 def test_every_kind_of_loop_goes_on_at_two_ranks(tmp_path):
     run_ranks(several, 2, str(tmp_path))

@@ -302,7 +302,10 @@ class _Restoring:
                     yield _refusal(unit, loader, error)
 
     def _misfits_of_window(self) -> Iterator[str]:
-        state = self._objects[ACCUMULATION] = self._checkpoint.object(ACCUMULATION, *self._place)
+        # Behind join_uneven_inputs() the ranks have counted backwards differently: another world goes on from the count of rank 0.
+        rank, ranks = self._place
+        holder = rank if ranks == self._checkpoint.world_size else 0
+        state = self._objects[ACCUMULATION] = self._checkpoint.object_of(ACCUMULATION, holder)
         steps = self._run.accumulation.steps
         if state["open"] and state["steps"] != steps:
             at = f"{state['position']} of {state['steps']}"
