@@ -140,8 +140,7 @@ class CoreDefaults:
         return self._checkpoints
 
     def _seed(self, loss: torch.Tensor, weight: float) -> torch.Tensor:
-        key = (weight, loss.dtype, loss.device)
-        seed = self._seeds.get(key)
+        seed = self._seeds.get(key := (weight, loss.dtype, loss.device))
         if seed is None:
             if len(self._seeds) >= 64:  # weights by token count are new in nearly every window
                 self._seeds.clear()

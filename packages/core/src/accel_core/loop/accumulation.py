@@ -196,7 +196,8 @@ class Accumulation:
 def is_state(value: Any) -> bool:
     """Whether `Accumulation.state_dict` can have given it."""
     known = isinstance(value, dict) and type(value.get("open")) is bool
-    return known and all(type(value.get(name)) is int and value[name] >= 0 for name in _NUMBERS)
+    sound = known and all(type(value.get(name)) is int and value[name] >= 0 for name in _NUMBERS)
+    return sound and (not value["open"] or value["size"] > 0)
 
 
 @dataclass(slots=True)
