@@ -266,9 +266,8 @@ def hello(session: nox.Session) -> None:
 @nox.session
 def toydevice(session: nox.Session) -> None:
     """What only a device with a queue of its own shows, on one that needs no hardware: its tests, and those checks for GPUs that it can run."""
-    shutil.rmtree(
-        TOY_DEVICE / "build", ignore_errors=True
-    )  # compiled against another torch, it would not be compiled anew
+    # What was compiled against another torch would not be compiled anew.
+    shutil.rmtree(TOY_DEVICE / "build", ignore_errors=True)
     with phase("installation of the toy device"):
         session.install("--prefer-binary", "-c", CONSTRAINTS, *build_requirements(TOY_DEVICE))
         ours = ["testing", "big-model", "data", "precision", "diagnostics", "fsdp-plugin"]

@@ -1,7 +1,7 @@
 """Trains with whatever is installed and compares the weights with plain torch in one process.
 
 `nox -s matrix` runs it from wheels in worlds of one and two: with the default strategy and with every other one that is
-installed, in full precision and in every precision for which autocast alone is needed. Without a loader plugin a larger world
+installed, but for two which need what is not here (it says so), in full precision and in every precision for which autocast alone is needed. Without a loader plugin a larger world
 must refuse to prepare a loader, and trains with a sampler of its own. Where the tracker of plain files is installed, each run is
 recorded; where accel-checkpoint is, it is saved and loaded, and elsewhere it must say what to install, as it must for a prepared
 loader of torch, whose position nobody knows.
@@ -25,10 +25,8 @@ BATCH, SAMPLES = 4, 32
 TOLERANCES = {"no": 1e-6, "bf16": 2e-2}  # the largest difference of a weight
 DEFAULTS = ("single", "ddp")
 ALONE = ("dispatch",)  # of one process
-ELSEWHERE = (
-    "megatron",
-    "xla",
-)  # one asks for CUDA, one for torch_xla and an older torch: the sessions `tests` and `xla` have them
+ELSEWHERE = {"megatron": "tests (it asks for CUDA)", "xla": "xla (it asks for torch_xla)"}
+"""Strategies that cannot run here, with the session that has them."""
 
 
 def dataset():
@@ -123,6 +121,8 @@ def compared(strategy, precision, folder):
 
 def main():
     left_out = {*DEFAULTS, *ELSEWHERE, *(ALONE if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ())}
+    for name in set(ELSEWHERE).intersection(offered("accel.strategies")):
+        print(f"{name}: left out here; nox -s {ELSEWHERE[name]}")
     strategies = [None, *(name for name in offered("accel.strategies") if name not in left_out)]
     precisions = [name for name in offered("accel.precisions") if name in TOLERANCES]
     with tempfile.TemporaryDirectory() as folder:

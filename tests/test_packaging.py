@@ -146,14 +146,19 @@ def test_there_is_no_file_for_a_package_that_is_gone():
 
 
 def test_messages_know_which_of_ours_no_index_has_and_where_they_are():
-    """Read as messages read it: a package leaves the list when it is published."""
+    """Read as messages read it: a package leaves the list with its first date in a CHANGELOG, and what is not for an index never."""
     text = (ROOT / check_tag.ADVICE).read_text(encoding="utf-8")
     folders = dict(re.findall(r'"([\w-]+)": "([\w-]+-plugin)"', re.search(r"^_FOLDERS = (.*)$", text, re.MULTILINE)[1]))
     said = {
         name: folders.get(name.removeprefix("accel-"), name.removeprefix("accel-")) for name in check_tag.unpublished()
     }
-    assert said.items() <= {(name, folder) for name, folder in projects.FOLDER_OF.items() if folder != METADATA}
-    assert "accel-compat" in said, "it is never uploaded"
+    ours = {name: folder for name, folder in projects.FOLDER_OF.items() if folder != METADATA}
+    assert said == {name: folder for name, folder in ours.items() if not is_released(folder)}
+
+
+def is_released(folder):
+    dated = re.search(r"^## \S+ \(\d{4}-", (FOLDERS[folder] / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    return folder in projects.PUBLIC and dated is not None
 
 
 def bare(text, names=OURS):
@@ -328,6 +333,14 @@ def test_a_package_that_was_not_built_is_missed(tmp_path):
 )
 def test_licences_that_not_everybody_can_accept_are_recognised(licence, expected):
     assert check_licences.is_refused(licence) is expected
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("nvidia-cublas", True), ("cuda-bindings", True), ("torch", False), ("accel-nvidia-x", False)],
+)
+def test_libraries_of_torchs_builds_for_cuda_have_terms_of_their_own(name, expected):
+    assert bool(check_licences.OF_TORCH.match(name)) is expected
 
 
 def test_the_hosted_workflows_call_what_is_here():

@@ -18,7 +18,7 @@ NAMES_HEAD = """\
 <!-- Written by docs/generate.py from tests/names.py and the docstrings: change them there, then run `nox -s docs`. -->
 # Names
 
-Every name that a script written for Accelerate may use, with what it does here. All of them are imported from the package that
+The usual names of scripts written for Accelerate, with what they do here. accel_big_model and accel_deepspeed have more. All of them are imported from the package that
 stands before the dot: `from accel_core import set_seed`. `*` and `**` stand for any number of positional and of keyword
 arguments; our functions may take more than those that are listed. After a colon stand the members of an enumeration.
 

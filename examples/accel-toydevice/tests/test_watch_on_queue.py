@@ -202,6 +202,22 @@ def test_gloo_beside_the_device_connects_late_where_there_are_many_ranks() -> No
     assert all(few < many for few, many in zip(late, at_once, strict=True)), (late, at_once)
 
 
+def call_another() -> None:
+    """Both ranks are told, while their devices still have collectives to run that fit each other no more."""
+    accelerator = Accelerator()
+    value = torch.ones(1 << 20, device=accelerator.device)
+    for step in range(1000):
+        accelerator.reduce(value) if accelerator.process_index == 1 and step == 5 else accelerator.gather(value)
+
+
+@pytest.mark.parametrize("attempt", range(4))
+def test_ranks_that_called_different_collectives_end_by_themselves(attempt: int) -> None:
+    """In about half of the attempts, their devices would wait for each other."""
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(call_another, 2, timeout=60)
+    assert not [each for each in caught.value.reports if "did not exit" in each.state], str(caught.value)
+
+
 def end_with_work_in_the_queue() -> str:
     accelerator = Accelerator()
     if accelerator.process_index == 1:

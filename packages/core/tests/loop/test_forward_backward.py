@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -264,3 +265,18 @@ def test_a_window_inside_accumulate_is_refused() -> None:
         pytest.raises(RuntimeError, match=r"a window of accumulate\(\) is open. Take the call out of accumulate\(\)"),
     ):
         accelerator.forward_backward(model, [sentences()], loss_fn)
+
+
+def test_weights_that_never_come_again_are_not_kept() -> None:
+    """Numbers of tokens are new in nearly every window, and a run has millions of them."""
+    accelerator = Accelerator()
+    model = accelerator.prepare(nn.Linear(2, 1))
+
+    def tensors_after(first: int) -> int:
+        for tokens in range(first, first + 150):
+            accelerator.forward_backward(model, [torch.ones(1, 2)], lambda output, _, n=tokens: (output.sum(), n))
+        gc.collect()
+        return sum(isinstance(each, torch.Tensor) for each in gc.get_objects())
+
+    begun = tensors_after(1)
+    assert tensors_after(1001) - begun < 100
