@@ -128,8 +128,8 @@ class Accelerator(CheckpointMethods, RecordingMethods, LoopMethods, CollectiveMe
         **older_names: Unpack[OlderArguments],
     ) -> None:
         given, older = dict(locals()), dict(older_names)
-        chosen = chosen_strategy(strategy, older)
-        given |= {"strategy": chosen.active, **renamed(older, given)}
+        given["strategy"], configured = chosen_strategy(strategy, older)
+        given |= renamed(older, given)
         refuse_unknown(type(self), older)
         self.device_placement = flag("device_placement", device_placement, "", True).value
         warn_of_unread()
@@ -137,7 +137,7 @@ class Accelerator(CheckpointMethods, RecordingMethods, LoopMethods, CollectiveMe
         super().__init__(parts)
         self._dataloader_config = dataloader_config
         name = parts.choices[0].selected.name
-        strategies = MappingProxyType(chosen.configured or {name: parts.strategy})
+        strategies = MappingProxyType(configured or {name: parts.strategy})
         self._state = AcceleratorState(parts.world, parts.mixed_precision, strategies, name)
         self._relay.start(self._world, self._layout, parts.strategy.replicates_parameters)
 
@@ -162,8 +162,7 @@ class Accelerator(CheckpointMethods, RecordingMethods, LoopMethods, CollectiveMe
                 last_to_first.callback(self._world.leave, self)
                 last_to_first.callback(self._relay.finish)
                 last_to_first.callback(self._prepared.release_models, self._relay.release_model)
-                if self._preemption is not None:
-                    last_to_first.callback(self._preemption.close)
+                last_to_first.callback(self._preemption.close)
                 self.wait_for_checkpoint()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -28,16 +28,13 @@ if TYPE_CHECKING:
 _PLUGIN_NAMES = re.compile(r"(?P<verb>get_|select_)?(?P<name>\w+?)_plugin|(?P<all>\w+?)_plugins")
 
 
-def _debug_mode() -> bool:
-    return bool(flag("debug", None, "ACCELERATE_DEBUG_MODE", False).value)
-
-
 class _State(ProcessControl):
     """The common base of both states: the processes, and the set-up of torch under them."""
 
     initialized = True  # whoever holds this object knows the world
-    debug: bool
-    """Whether collectives are to be checked before they run: ACCELERATE_DEBUG_MODE, as it was when this was made."""
+    debug: bool = shown(
+        "_world.checks", "Whether collectives are checked before they run: ACCELERATE_DEBUG_MODE at the start."
+    )
 
     @property
     def distributed_type(self) -> DistributedType:
@@ -110,14 +107,14 @@ class PartialState(_State):
     ) -> None:
         chosen = flag("cpu", cpu, "ACCELERATE_USE_CPU", False).value
         options = InitProcessGroupKwargs(backend=backend, init_method=init_method, timeout=timeout)
-        self._world, self.debug = World.current(cpu=chosen or None, **options.to_kwargs()), _debug_mode()
+        self._world = World.current(cpu=chosen or None, **options.to_kwargs())
         self._world.enter(self)
 
     @classmethod
     def of(cls, world: World) -> PartialState:
         """The state of an existing world, whose process group it does not keep running."""
         state = object.__new__(cls)
-        state._world, state.debug = world, _debug_mode()
+        state._world = world
         return state
 
     def __reduce__(self) -> Any:
@@ -142,7 +139,6 @@ class AcceleratorState(_State):
     _mixed_precision: str
     strategies: Mapping[str, Strategy]
     _name: str
-    debug: bool = field(default_factory=_debug_mode)
 
     mixed_precision = shown("_mixed_precision", 'The name of the precision: "no" for full precision.')
 

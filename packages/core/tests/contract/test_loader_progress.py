@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-from accel_core.contract.loader_progress import Feed, Rows
+from accel_core.contract.loader_progress import PASSED, Feed, Rows
 
 
 def test_an_iterator_that_advanced_reports_what_remains() -> None:
@@ -85,3 +85,27 @@ def test_an_iterator_that_was_forgotten_comes_back_when_it_advances() -> None:
     outer.advance(6)
     inner.advance(2)
     assert feed.begin_step() == 2
+
+
+def test_a_batch_that_was_filled_up_is_none_for_metrics_once_its_loop_has_ended_and_its_samples_stay_known() -> None:
+    feed = Feed()
+    full, filled = Rows(4, 4), Rows(4, 3)
+    for rows, now in ((full, full), (filled, PASSED)):
+        passage = feed.enter()
+        passage.advance(0, rows, [1, 2, 3, 1])
+        passage.leave(ended=True)
+        assert feed.current_rows() is now
+        assert feed.current_drawn() == [([1, 2, 3, 1], rows)]
+
+
+def test_a_loop_inside_that_has_ended_leaves_the_batch_outside() -> None:
+    feed = Feed()
+    outer, outside, inside = feed.enter(), Rows(2, 1), Rows(4, 3)
+    outer.advance(1, outside)
+    inner = feed.enter()
+    inner.advance(0, inside)
+    inner.leave(ended=True)
+    assert feed.current_rows() is outside
+    outer.advance(0, outside)
+    outer.leave()  # by a break
+    assert feed.current_rows() is outside

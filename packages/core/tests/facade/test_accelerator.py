@@ -226,7 +226,6 @@ def test_a_loader_component_of_ones_own_takes_the_place_of_the_default() -> None
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"comm_hook": "fp8"}, r"DDP\(comm_hook='fp8'\): expected one of 'no', 'fp16', 'bf16', 'power_sgd'"),
         ({"comm_wrapper": "fp16"}, r"configures PowerSGD, but comm_hook is 'no'. Add comm_hook='power_sgd'"),
         ({"comm_hook": "fp16", "comm_state_option": {"x": 1}}, "configures PowerSGD, but comm_hook is 'fp16'"),
     ],

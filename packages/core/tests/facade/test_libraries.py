@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from together import Together
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from accel_core import Accelerator, GradientAccumulationPlugin, Precision, hookimpl
 
@@ -121,6 +122,29 @@ def test_accumulation_steps_may_be_assigned_between_two_windows() -> None:
         accelerator.backward(model(X[:1]).sum())
     with pytest.raises(RuntimeError, match=r"gradient_accumulation_steps = 1 was asked for while a window .* is open"):
         accelerator.gradient_accumulation_steps = 1
+
+
+class _Stream(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(X[:1].repeat(11, 1))
+
+
+@pytest.mark.parametrize("loader", [DataLoader(_Stream()), DataLoader(X[:1].repeat(11, 1))], ids=["stream", "sized"])
+def test_windows_that_grow_within_an_epoch_have_their_size_from_then_on(loader: DataLoader[torch.Tensor]) -> None:
+    accelerator = Accelerator()
+    model, loader = accelerator.prepare(line(), loader)
+    windows, size = [], 0
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch).sum())
+            size += 1
+        if accelerator.sync_gradients:
+            windows.append((size, _gradient(model)))
+            size = 0
+            model.zero_grad()
+            if len(windows) == 1:
+                accelerator.gradient_accumulation_steps = 4
+    assert windows == [(1, 1.0), (4, 1.0), (4, 1.0), (2, 1.0)], "each is a mean, the last one too"
 
 
 def test_the_running_loader_is_the_innermost_with_its_last_batch_and_rows() -> None:

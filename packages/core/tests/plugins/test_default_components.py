@@ -41,10 +41,13 @@ class Format:
         return str(folder)
 
     @hookimpl
-    def load_checkpoint(self, run, folder):
+    def load_checkpoint(self, run, folder, missing_ok):
+        if missing_ok and not (folder / "all.pt").exists():
+            return False
         for record, state in zip(run.models(), torch.load(folder / "all.pt", weights_only=True), strict=True):
             record.original.load_state_dict(state)
         self.told.append("load")
+        return None
 
     @hookimpl
     def wait_for_checkpoint(self):
@@ -58,7 +61,8 @@ def test_a_plugin_saves_and_loads_in_a_format_of_its_own(tmp_path):
     before = model.weight.detach().clone()
     assert accelerator.save_state(tmp_path, asynchronous="eager") == str(tmp_path)
     nn.init.zeros_(model.weight)
-    accelerator.load_state(tmp_path)
+    assert accelerator.load_state(tmp_path) is True, "though the plugin returns nothing"
+    assert accelerator.load_state(tmp_path / "missing", missing_ok=True) is False
     assert torch.equal(model.weight, before)
     accelerator.wait_for_checkpoint()
     accelerator.end_training()

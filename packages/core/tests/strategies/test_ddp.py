@@ -33,7 +33,7 @@ from accel_core import (
 from accel_core.api.component import how_to_install
 from accel_testing import RanksFailed, run_ranks
 
-ON_TWO = Together(2)
+ON_TWO, ON_THREE = Together(2), Together(3)
 
 
 def net() -> nn.Sequential:
@@ -556,6 +556,10 @@ def refusals() -> dict[str, str]:
         "single": lambda: Accelerator(strategy="single"),
         "device map": lambda: Accelerator().prepare(spread),
         "reduce dtype": lambda: Accelerator(mixed_precision=Odd()).prepare(net()),
+        "compressed": lambda: Accelerator(mixed_precision=Narrow(), strategy=DDP(comm_hook="bf16")).prepare(net()),
+        "power_sgd": lambda: Accelerator(mixed_precision=Narrow(), strategy=DDP(comm_hook="power_sgd")).prepare(
+            net().bfloat16()
+        ),
         "timeout": lambda: Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=5))]),
     }.items():
         try:
@@ -573,6 +577,8 @@ def test_what_cannot_work_is_refused_on_every_rank() -> None:
             "is spread over several devices by its hf_device_map, and 2 processes were started" in found["device map"]
         )
         assert "asks for gradients that travel as torch.float64, but DDP has comm_hook='no'" in found["reduce dtype"]
+        assert "travel as torch.float32, but DDP has comm_hook='bf16'" in found["compressed"]
+        assert "travel as torch.float32, but DDP has comm_hook='power_sgd'" in found["power_sgd"]
         assert "WorldError" in found["timeout"]
 
 
@@ -624,6 +630,68 @@ def world_under_cpu() -> tuple[int, str, bool]:
 
 def test_cpu_chooses_the_device_and_not_the_number_of_processes() -> None:
     assert ON_TWO.run(world_under_cpu) == [(2, "cpu", True)] * 2
+
+
+class Narrow(Precision):
+    """Parameters as they are given, and gradients that travel in float32."""
+
+    policy = PrecisionPolicy(reduce=torch.float32)
+
+
+def row_of(rank: int) -> torch.Tensor:
+    return torch.randn(1, 4096, generator=torch.Generator().manual_seed(rank))
+
+
+class TwoDtypes(nn.Module):
+    """A layer of bfloat16 beside one of float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow, self.wide = nn.Linear(4096, 1, bias=False, dtype=torch.bfloat16), nn.Linear(4096, 1, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.narrow(x.bfloat16()).float() + self.wide(x)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "unused": {"gradient_as_bucket_view": False, "find_unused_parameters": True},
+    "static graph": {"static_graph": True},
+}
+
+
+@ON_THREE
+def travelled() -> dict[str, list[torch.Tensor]]:
+    """By options: the gradients after one backward, and those of two more."""
+    found = {}
+    for name, options in OPTIONS.items():
+        accelerator = Accelerator(mixed_precision=Narrow(), strategy=DDP(**options))
+        model = accelerator.prepare(TwoDtypes())
+        x = row_of(accelerator.process_index)
+        accelerator.backward(model(x).sum())
+        once = gradients(model)
+        model.zero_grad()
+        with accelerator.no_sync(model):
+            accelerator.backward(model(x).sum())
+        accelerator.backward(model(x).sum())
+        found[name] = [*once, *gradients(model)]
+        accelerator.free_memory()
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:find_unused_parameters")
+@pytest.mark.parametrize("options", OPTIONS)
+def test_narrow_gradients_travel_in_float32_where_the_precision_asks_for_it(options: str) -> None:
+    """The mean is that of float32, rounded once; on two ranks it is so in bfloat16 too."""
+    wide = [row_of(rank) for rank in range(3)]
+    narrow = [row.bfloat16().float() for row in wide]
+    for found in ON_THREE.run(travelled):
+        once, once_wide, twice, twice_wide = found[options]
+        assert once.dtype is twice.dtype is torch.bfloat16
+        assert torch.equal(once, (sum(narrow) / 3).bfloat16())
+        assert torch.equal(twice, (sum(narrow) * 2 / 3).bfloat16())
+        torch.testing.assert_close(once_wide, sum(wide) / 3)
+        torch.testing.assert_close(twice_wide, sum(wide) * 2 / 3)
 
 
 class LowCompute(Precision):

@@ -1,4 +1,4 @@
-"""The name that was probably meant, for errors."""
+"""Words of errors: the name that was probably meant, and lists that are not too long."""
 
 from __future__ import annotations
 
@@ -11,3 +11,9 @@ def nearest(name: str, names: Sequence[str]) -> str | None:
     by_folded = {candidate.casefold(): candidate for candidate in names}
     close = difflib.get_close_matches(name.casefold(), by_folded, n=1)
     return by_folded[close[0]] if close else None
+
+
+def listed(words: Sequence[str], separator: str = ", ", most: int = 8) -> str:
+    """The first `most` of the words, and how many more there are: "a, b and 3 more"."""
+    more = f"{separator if separator.isspace() else ' '}and {len(words) - most} more" if len(words) > most else ""
+    return separator.join(words[:most]) + more

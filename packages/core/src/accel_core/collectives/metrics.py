@@ -9,13 +9,15 @@ import torch
 from accel_core.base.nested import Tree, flatten_with_shape, paths, unflatten
 from accel_core.collectives.objects import gather_objects
 from accel_core.collectives.reduce_gather import alone, channel_of, gather_leaves
+from accel_core.contract.loader_progress import PASSED, Rows
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from accel_core.contract.loader_progress import Rows
+    from accel_core.processes.channel import Channel
     from accel_core.processes.world import World
 
+_LATE = "gather_for_metrics was called after the loop over a prepared loader had ended, whose last batch on this rank was filled up."
 _HOW = "Call gather_for_metrics once per batch, inside the loop over the prepared loader."
 
 
@@ -27,10 +29,14 @@ def gather_for_metrics(
     `rows` are from `Feed.current_rows()`; None gathers everything. Raises on every rank `ValueError`
     if there is not one row per sample, `TypeError` for objects in no list or tuple.
     """
+    channel = channel_of(world, group)
+    if rows is PASSED:
+        rows = None
+        if channel is not None:
+            channel.refuse(ValueError(f"{_LATE} {_HOW}"))
     leaves, shape = flatten_with_shape(data)
     if use_gather_object or not leaves or not all([isinstance(leaf, torch.Tensor) for leaf in leaves]):
-        return _objects_for_metrics(data, rows, world, group)
-    channel = channel_of(world, group)
+        return _objects_for_metrics(channel, data, rows, world, group)
     if channel is not None and rows is not None:
         for index, leaf in enumerate(leaves):
             if leaf.ndim and rows.rows not in (None, leaf.shape[0]):
@@ -41,8 +47,7 @@ def gather_for_metrics(
     return alone(data, leaves) if channel is None else unflatten(data, gather_leaves(channel, data, leaves, shape))
 
 
-def _objects_for_metrics(data: Any, rows: Rows | None, world: World, group: ProcessGroup | None) -> Any:
-    channel = channel_of(world, group)
+def _objects_for_metrics(channel: Channel | None, data: Any, rows: Rows | None, world: World, group: Any) -> Any:
     is_list = isinstance(data, (list, tuple))
     if channel is None:
         padded = is_list and rows is not None and rows.rows in (None, len(data)) and _is_padded(rows)

@@ -49,11 +49,9 @@ def broadcast_object(obj: Any, world: World, source: int = 0, group: dist.Proces
     return obj if channel is None else _broadcast_object(channel, call, "", obj, source)
 
 
-def broadcast_object_list(
-    objects: MutableSequence[Any], world: World, source: int = 0, group: dist.ProcessGroup | None = None
-) -> list[Any]:
+def broadcast_object_list(objects: MutableSequence[Any], world: World, source: int = 0) -> list[Any]:
     """Replaces the items of lists by one rank's: `accel_core.broadcast_object_list`. Collective."""
-    channel = channel_of(world, group)
+    channel = channel_of(world, None)
     call = f"broadcast_object_list(from_process={source!r})"
     check_source(channel, call, source)
     if not isinstance(objects, list):

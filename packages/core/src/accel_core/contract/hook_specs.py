@@ -330,10 +330,11 @@ class HookSpecs:
         """
 
     @owner
-    def load_checkpoint(self, run: Run, folder: str | os.PathLike[str] | None) -> None:
+    def load_checkpoint(self, run: Run, folder: str | os.PathLike[str] | None, missing_ok: bool) -> bool | None:
         """Restores a run from a folder; None: the newest of those that are named automatically.
 
         When: in `load_state`, on every rank. A collective. The rest: as for `save_checkpoint`.
+        Returns: False if there is none, which raises unless `missing_ok`; else nothing, or True.
         """
 
     @owner

@@ -28,6 +28,7 @@ class Rows(NamedTuple):
     real: int
 
 
+PASSED = Rows(None, -1)  # of a loop that has ended, and filled up its last batch: any batch may be meant
 PlaceBatch = Callable[[Any, "Rows | None", "int | None", object], "tuple[Any, Rows | None]"]
 """`place(batch, rows, remaining, by)`: the batch on the device, and its rows if it is padded; `by` is one object per loader."""
 
@@ -48,11 +49,11 @@ class RunningLoader(NamedTuple):
 class Passage:
     """One iterator's report of where it stands. Made by `Feed.enter`, advanced once per batch."""
 
-    __slots__ = ("__weakref__", "_feed", "advanced", "by", "drawn", "remaining", "rows")
+    __slots__ = ("__weakref__", "_feed", "advanced", "ahead", "by", "drawn", "remaining", "rows")
 
     def __init__(self, feed: Feed, by: object = None) -> None:
-        self._feed = feed
-        self.by = by
+        self._feed, self.by, feed.passed = feed, by, None
+        self.ahead = feed.lookahead  # no fewer are `remaining`; where it has grown since, perhaps more
         self.remaining: int | None = None
         self.rows: Rows | None = None
         self.drawn: Drawn = None
@@ -74,9 +75,10 @@ class Passage:
         if feed.newest() is not self:
             feed.forget_after(self)
 
-    def leave(self) -> None:
+    def leave(self, *, ended: bool = False) -> None:
         """Takes this iterator, which has ended or is collected, and dead ones off the list."""
         feed = self._feed
+        feed.passed = self.rows if ended and feed.latest is self.rows else feed.passed
         feed._keep([ref for ref in feed._live if ref() is not None and ref() is not self])
 
 
@@ -90,6 +92,7 @@ class Feed:
         self.joining = False  # whether ranks may end at different batches: the strategy stands in for the ended
         self.latest: Rows | None = None  # of the batch that was yielded last
         self.latest_drawn: Drawn = None  # which samples those are
+        self.passed: Rows | None = None  # `latest`, if the loop of that batch has ended
         self._live: list[weakref.ref[Passage]] = []
         self.newest: weakref.ref[Passage] | Callable[[], None] = _nobody  # what refers to the innermost passage
 
@@ -120,12 +123,14 @@ class Feed:
         advanced = [passage for ref in self._live if (passage := ref()) is not None and passage.advanced]
         for passage in advanced:
             passage.advanced = False
-        known = [passage.remaining for passage in advanced if passage.remaining is not None]
+        left = [(each.remaining, each.ahead) for each in advanced if each.remaining is not None]
+        known = [batches if batches < ahead else max(batches, self.lookahead) for batches, ahead in left]
         return None if self.joining else min(known, default=None)
 
     def current_rows(self) -> Rows | None:
-        """The rows of the batch for metrics; None when no prepared loader counted any."""
-        return next((passage.rows for ref in reversed(self._live) if (passage := ref()) is not None), self.latest)
+        """The rows of the batch for metrics; None when no prepared loader counted any, or `PASSED`."""
+        rows = next((passage.rows for ref in reversed(self._live) if (passage := ref()) is not None), self.latest)
+        return PASSED if rows is not None and rows is self.passed and rows.real != rows.rows else rows
 
     def current_drawn(self) -> list[tuple[Drawn, Rows | None]]:
         """The samples that a step may use: an entry per live iteration, else the last batch's."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from accel_core.collectives.stop_signals import Trigger
+from accel_core.collectives.stop_signals import Preemption, Trigger
 from accel_core.contract.loader_progress import Feed
 from accel_core.facade.process_methods import ProcessControl
 from accel_core.loop.accumulation import Accumulation
@@ -13,7 +13,6 @@ from accel_core.loop.preparation import Prepared
 
 if TYPE_CHECKING:
     from accel_core.build import Assembly
-    from accel_core.collectives.stop_signals import Preemption
     from accel_core.contract.default_components import Detector
     from accel_core.loop.run import Run
 
@@ -51,7 +50,7 @@ class AcceleratorParts(ProcessControl):
         collective = parts.strategy.forward_is_collective
         parts.defaults.window_loop = WindowLoop(relay, self._prepared, world, parts.layout, together=collective)
         self._trigger = Trigger(world)
-        self._preemption: Preemption | None = None
+        self._preemption = Preemption(world)
         self._run_made: Run | None = None
         self._detector: Detector | None = None
         if parts.detector is not None:

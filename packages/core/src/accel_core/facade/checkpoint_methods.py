@@ -29,8 +29,8 @@ class CheckpointMethods(PreparationMethods):
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The state of a model, under the user's parameter names. Collective under every strategy.
 
-        Live and on every rank where the strategy replicates parameters; else all of it in the CPU
-        memory of the main process, and nothing elsewhere. `unwrap=False` keeps a wrapper's names.
+        Live and on every rank where the strategy replicates parameters; else, and if offloaded, all
+        in the CPU memory of the main process, none elsewhere. `unwrap=False`: names of a wrapper.
         """
         self._world.arrive("get_state_dict()")
         if unwrap and (shown := self._presenting(model)) is not None:
@@ -82,8 +82,7 @@ class CheckpointMethods(PreparationMethods):
         Raises on every rank: `CheckpointError`, `OSError`, `ValueError` for a missing folder.
         """
         if not safe_serialization:
-            what = "save_state(safe_serialization=False) was asked for, but a pickled checkpoint is never loaded."
-            raise ValueError(f"{what} Leave it out.")
+            raise ValueError("safe_serialization=False: a pickled checkpoint is never loaded. Leave it out.")
         refuse_keywords("save_state()", save_model_func_kwargs)
         saves, waits = (self._parts.activation.owners[hook] for hook in ("save_checkpoint", "wait_for_checkpoint"))
         if saves is not None:  # the neutral format says more where it arrives: how it writes
@@ -100,22 +99,25 @@ class CheckpointMethods(PreparationMethods):
         self,
         input_dir: str | os.PathLike[str] | None = None,
         load_kwargs: dict[str, Any] | None = None,
+        *,
+        missing_ok: bool = False,
         **load_model_func_kwargs: object,
-    ) -> None:
+    ) -> bool:
         """Restores what `save_state` saved, under any strategy and number of processes. Collective.
 
         Prepare and register the same objects first, in the same order. Loaders go on at their
         positions; ranks that were not there get new random streams. `input_dir` None: the newest
-        complete one of the automatic names. Keywords but `map_location`, which has no effect, are
-        refused. Raises `CheckpointError`, on every rank, for what is incomplete or damaged, and,
-        before anything is changed, for what does not fit.
+        complete one of the automatic names. Returns True; with `missing_ok`, False on every rank if
+        no save was finished there. `map_location` has no effect; other keywords are refused. Raises
+        `CheckpointError`, on every rank, for what is missing, incomplete or damaged, and, before
+        anything is changed, for what does not fit.
         """
         given = {**(load_kwargs or {}), **load_model_func_kwargs}
         given.pop("map_location", None)
         refuse_keywords("load_state()", given)
         if self._parts.activation.owners["load_checkpoint"] is not None:
             self._world.arrive("load_state()")
-        self._relay.load_checkpoint(self._run, input_dir)
+        return self._relay.load_checkpoint(self._run, input_dir, missing_ok) is not False
 
     def wait_for_checkpoint(self) -> None:
         """Returns when the asynchronous save is complete on all ranks. Collective, if there is one.
@@ -152,34 +154,30 @@ class CheckpointMethods(PreparationMethods):
         if self._run_made is None:
             from accel_core.loop.run import Run
 
-            parts, prepared = self._parts, self._prepared
+            parts = self._parts
             plugins = [choice.selected.component for choice in parts.choices if choice.role == "plugin"]
             named = {f"plugin.{number}": plugin for number, plugin in enumerate(plugins)}
             self._run_made = Run(
                 world=self._world,
                 relay=self._relay,
-                prepared=prepared,
+                prepared=self._prepared,
                 accumulation=self._accumulation,
                 strategy=parts.strategy,
+                layout=self._layout,
                 components={"precision": parts.precision, "strategy": parts.strategy, **named},
                 project=self._project,
                 recorder=self._trackers,
-                declares_layout=self._declares_layout,
-                seed=lambda: prepared.seed,
-                explain=self._parts.explain,
+                declares_layout=all(parts.activation.owners[hook] is not None for hook in LAYOUT_HOOKS),
+                explain=parts.explain,
             )
         return self._run_made
 
-    @property
-    def _declares_layout(self) -> bool:
-        return all(self._parts.activation.owners[hook] is not None for hook in LAYOUT_HOOKS)
-
     def _presenting(self, model: nn.Module) -> tuple[Callable[[], State], str] | None:
         """The state of a model that is laid out by the strategy, or offloaded, and its names' prefix; or None."""
-        found = self._prepared.find_part(model) if self._declares_layout else None
+        found = self._prepared.find_part(model) if self._run.declares_layout else None
         if found is not None:
             return partial(self._relay.model_state, found[0].original, found[0].prepared), found[1]
-        offloaded = self._world.size == 1 and any(each.is_meta for each in (*model.parameters(), *model.buffers()))
+        offloaded = any(each.is_meta for each in (*model.parameters(), *model.buffers()))
         return (partial(self._parts.defaults.model_state, self.unwrap_model(model)), "") if offloaded else None
 
 

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     import signal
 
     from accel_core.collectives.reduce_gather import Reduction
-    from accel_core.collectives.stop_signals import Preemption
 
 T = TypeVar("T")
 _CHECK_BREAKPOINT = Deprecation("check_breakpoint()", "check_trigger()", removed_in="1.0")
@@ -41,7 +40,7 @@ class CollectiveMethods(AcceleratorParts):
         `signals` are such as "SIGUSR1"; none: SIGTERM. One that arrives 5 seconds after the first,
         or later, does what it did before. Raises `ValueError` for what cannot be caught here.
         """
-        self._preempted().watch(*signals)
+        self._preemption.watch(*signals)
 
     def should_stop(self) -> bool:
         """Whether a signal of `stop_on_signal` arrived on any rank; the same on all. Collective.
@@ -50,7 +49,7 @@ class CollectiveMethods(AcceleratorParts):
             accelerator.save_state(folder)          # on all ranks, at the same step
             break
         """
-        return self._preempted().check()
+        return self._preemption.check()
 
     def gather(self, tensor: T) -> T:
         """Concatenates tensors of all ranks along dim 0, in rank order. Collective.
@@ -93,10 +92,3 @@ class CollectiveMethods(AcceleratorParts):
         """
         rows = self._feed.current_rows()
         return metrics.gather_for_metrics(input_data, rows, self._world, self._layout.data_group, use_gather_object)
-
-    def _preempted(self) -> Preemption:
-        if self._preemption is None:
-            from accel_core.collectives.stop_signals import Preemption
-
-            self._preemption = Preemption(self._world)
-        return self._preemption

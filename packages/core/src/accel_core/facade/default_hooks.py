@@ -109,8 +109,8 @@ class CoreDefaults:
         return self.checkpoints("save_state()").save_checkpoint(run, folder, asynchronous)
 
     @hookimpl
-    def load_checkpoint(self, run: Any, folder: Any) -> None:
-        self.checkpoints("load_state()").load_checkpoint(run, folder)
+    def load_checkpoint(self, run: Any, folder: Any, missing_ok: Any) -> Any:
+        return self.checkpoints("load_state()").load_checkpoint(run, folder, missing_ok)
 
     @hookimpl
     def wait_for_checkpoint(self, run: Any) -> None:

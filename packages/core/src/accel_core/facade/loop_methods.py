@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from accel_core.facade.accelerator_parts import AcceleratorParts
 from accel_core.facade.process_methods import shown
+from accel_core.loading.index_source import has_state
 from accel_core.loop import fused_backward
 from accel_core.loop.accumulation import Accumulate
 from accel_core.loop.forward_backward import default_inputs
@@ -260,8 +261,6 @@ class LoopMethods(AcceleratorParts):
         return profile(profile_handler or self._parts.handlers.get(ProfileKwargs) or ProfileKwargs(), self._world)
 
     def _scales(self) -> list[Any]:
-        from accel_core.loop.run import has_state
-
         return [self._parts.precision] if has_state(self._parts.precision) else []
 
     def _unscaled(self, call: str, parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[Any]:

@@ -7,8 +7,7 @@ import inspect
 import os
 import warnings
 from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from accel_core.base.deprecation import Deprecation, level_of_the_user
 from accel_core.base.suggestions import nearest
@@ -40,30 +39,23 @@ def renamed(older: dict[str, object], given: Mapping[str, object]) -> dict[str, 
     return found
 
 
-class ChosenStrategy(NamedTuple):
-    """The strategy asked for; the name in `<name>_plugin=`; objects by key, active first."""
+def chosen_strategy(strategy: object, older: dict[str, object]) -> tuple[object, Mapping[str, Strategy]]:
+    """The strategy asked for; and by key, active first, the objects of `<name>_plugin=` and `<name>_plugins=`.
 
-    active: object = None
-    name: str = ""
-    configured: Mapping[str, Strategy] = MappingProxyType({})
-
-
-def chosen_strategy(strategy: object, older: dict[str, object]) -> ChosenStrategy:
-    """Takes `<name>_plugin=` and `<name>_plugins=`, older names of `strategy=`, out of `older`.
-
-    Raises `TypeError` if an object is none, `ValueError` for two strategies and for other names.
+    These, older names of `strategy=`, are taken out of `older`. Raises `TypeError` if an object is
+    none, `ValueError` for two strategies and for other names.
     """
-    chosen, by = ChosenStrategy(strategy), f"strategy={strategy!r}"
+    configured: Mapping[str, Strategy] = {}
+    by = f"strategy={strategy!r}"
     for old in [name for name in older if name.endswith(("_plugin", "_plugins"))]:
         given = older.pop(old)
         if given is None:
             continue
-        if chosen.active is not None:
+        if strategy is not None:
             raise ValueError(f"{old}={given!r} and {by} were both given, and one run has one strategy. Leave one out.")
-        name = old.removesuffix("s").removesuffix("_plugin")
-        configured = _configured(old, name, given)
-        chosen, by = ChosenStrategy(next(iter(configured.values())), name, configured), f"{old}={given!r}"
-    return chosen
+        configured = _configured(old, old.removesuffix("s").removesuffix("_plugin"), given)
+        strategy, by = next(iter(configured.values())), f"{old}={given!r}"
+    return strategy, configured
 
 
 def names_of(kind: type[Any]) -> set[str]:

@@ -152,10 +152,14 @@ class BatchStream(IterableDataset[Any]):
         return getattr(self.batches, name)
 
 
+def has_state(obj: object) -> bool:
+    """Whether an object gives its state, and takes it back."""
+    return all(callable(getattr(obj, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
 def is_batch_stream(obj: object) -> bool:
     """Whether `obj` is an iterable that keeps its own position."""
-    methods = (getattr(obj, name, None) for name in ("state_dict", "load_state_dict"))
-    return hasattr(type(obj), "__iter__") and all(map(callable, methods))
+    return hasattr(type(obj), "__iter__") and has_state(obj)
 
 
 def as_data_loader(loader: Any) -> DataLoader[Any]:

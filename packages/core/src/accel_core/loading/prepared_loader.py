@@ -54,11 +54,12 @@ class Outlet:
     @contextmanager
     def passage(self) -> Iterator[Passage]:
         """One iteration, from its first batch to its end or death."""
-        passage = self.feed.enter(self)
+        passage, ended = self.feed.enter(self), False
         try:
             yield passage
+            ended = True
         finally:
-            passage.leave()
+            passage.leave(ended=ended)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Outlet:
         return self
@@ -87,8 +88,8 @@ class IndexBatches:
         self.opened = self._restored = None
         resumes, device = getattr(self.source, "resumes", False), self.outlet.device
         if resumes or getattr(self.source, "restarts_workers", False):
-            restored = random_state.restored_after_first if resumes else random_state.restored_before_first
-            self._restored = partial(restored, before=random_state.capture_random_state(device), device=device)
+            before = random_state.capture_random_state(device)
+            self._restored = partial(random_state.restored_behind, int(resumes), before=before, device=device)
 
     def open(self) -> SourceIteration:
         """Begins an iteration of the source."""

@@ -80,16 +80,8 @@ class WindowLoop:
                         # Zero also if the loss is not finite, which `loss * 0` is not.
                         loss, weight = loss.masked_fill(loss.new_ones((), dtype=torch.bool), 0.0), 0.0
                     parts.append((loss.detach(), weight))
-                    if not torch.is_grad_enabled():
-                        continue
-                    if self._reference is None:
-                        self._reference = self._corrected(1.0, *self._total(parts))[0]
-                    factor = 1.0 / self._reference
-                    if isinstance(factor, torch.Tensor):
-                        # At least in single precision: float16 does not hold one over many tokens.
-                        loss = loss * factor.to(loss.device, torch.promote_types(loss.dtype, torch.float32))
-                        factor = 1.0
-                    relay.backward(relay.scale_loss(loss), factor, not following, {})
+                    if torch.is_grad_enabled():
+                        self._backward(relay, loss, parts, closes=not following)
                     del loss  # its graph is not to last through the next forward
             if not parts:
                 raise ValueError(_EMPTY)
@@ -106,6 +98,17 @@ class WindowLoop:
             prepared.gradients.bring_back(earlier)
         exact = any(loss.dtype is torch.float64 for loss, _ in parts)
         return torch.as_tensor(mean, dtype=torch.float64 if exact else torch.float32, device=self._world.device)
+
+    def _backward(self, relay: Relay, loss: torch.Tensor, parts: list[Part], *, closes: bool) -> None:
+        """The backward of the last of these parts, divided by the reference; the first part gives that."""
+        if self._reference is None:
+            self._reference = self._corrected(1.0, *self._total(parts))[0]
+        factor = 1.0 / self._reference
+        if isinstance(factor, torch.Tensor):
+            # At least in single precision: float16 does not hold one over many tokens.
+            loss = loss * factor.to(loss.device, torch.promote_types(loss.dtype, torch.float32))
+            factor = 1.0
+        relay.backward(relay.scale_loss(loss), factor, closes, {})
 
     def _evened(self, micro_batches: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
         """Equally many micro-batches on every rank, and whether each counts. A collective."""

@@ -54,10 +54,10 @@ def fused_backward(
         if (owner := owners[hook]) is not None:
             told = f"{asked} The hook {hook!r} is taken over by {owner.describe()}, and would be missed."
             raise RuntimeError(f"{told} Use mixed_precision='bf16' or 'no', and strategy='single'.")
-    if learning_rate is None:
-        raise TypeError(f"{asked} That needs a learning rate. Pass learning_rate=, such as scheduler.get_last_lr()[0].")
-    if options:
-        raise TypeError(f"{asked} That takes a loss and a learning rate. Leave {', '.join(options)} out.")
+    if learning_rate is None or options:
+        raise TypeError(
+            f"{asked} That takes a loss and learning_rate=, such as scheduler.get_last_lr()[0], and no more."
+        )
     accumulation.count_backward()
     fused.fused_backward(loss, learning_rate)
 

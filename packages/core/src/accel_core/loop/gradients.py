@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from accel_core.contract.tensor_layouts import Elementwise, Partial, memory_of
+
 if TYPE_CHECKING:
-    from accel_core.contract.tensor_layouts import Box, Elementwise, GradientState, Partial
+    from accel_core.contract.tensor_layouts import Box, GradientState
     from accel_core.loop.preparation import PreparedModel
 
     GradientHook = Callable[[nn.Module, nn.Module], GradientState]
@@ -18,21 +19,18 @@ if TYPE_CHECKING:
     Earlier = tuple[Mapping[Place, torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]  # of a strategy; of `.grad`
 
 
-def listed(names: Sequence[str]) -> str:
-    """The first eight names of parameters, and how many more there are."""
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-
-
 class Gradients:
     """Reads and changes the gradients of the trained ones of `models`, a list that grows.
 
     `are_elsewhere`: whether the strategy keeps them, as `state` says; all others are in `.grad`.
+    `aside`: what is set aside, live, with its parameter.
     """
 
     def __init__(self, models: Sequence[PreparedModel] = (), state: GradientHook | None = None) -> None:
         self.are_elsewhere = state is not None
         self._models = models
         self._state = state
+        self.aside: list[tuple[torch.Tensor | None, torch.Tensor]] = []
 
     def kept(self, parameters: Iterable[torch.Tensor]) -> dict[int, Sequence[Elementwise | Partial]]:
         """The terms of the gradients that the strategy keeps, by the `id` of the parameter."""
@@ -65,7 +63,7 @@ class Gradients:
     def waiting(self) -> Iterator[torch.Tensor]:
         """The terms that the strategy keeps and no backward has sent to the other ranks."""
         for _, state in self._states():
-            yield from (term.data for terms in state.values() for term in terms if isinstance(term, _layouts().Partial))
+            yield from (term.data for terms in state.values() for term in terms if isinstance(term, Partial))
 
     def scale(self, parameters: Iterable[torch.Tensor], factor: torch.Tensor | float) -> None:
         """Multiplies them in place, by a number or a 0-d tensor; neither is awaited."""
@@ -109,14 +107,17 @@ class Gradients:
             for place, part in _arrived(record, state):
                 kept[place] = part.clone()
                 part.zero_()
+                self.aside.append((record.named.get(place[1]), kept[place]))
         # A copy: the wrapper of a strategy may own the memory and write the next gradient to it.
         taken = [(each, each.grad.detach().clone()) for each in parameters if each.grad is not None]
         for parameter, _ in taken:
             parameter.grad = None
+        self.aside += taken
         return kept, taken
 
     def bring_back(self, earlier: Earlier) -> None:
         """Adds what `set_aside` took to what has come since."""
+        self.aside = []
         now = {place: part for record, state in self._states() for place, part in _arrived(record, state)}
         for place, gradient in earlier[0].items():
             if place not in now:
@@ -145,25 +146,17 @@ class Gradients:
                     yield record, self._state(record.original, record.prepared)
 
 
-@functools.cache
-def _layouts() -> Any:
-    """The layouts, imported once: milliseconds, which only owners of the hook `gradient_state` need spend."""
-    from accel_core.contract import tensor_layouts
-
-    return tensor_layouts
-
-
 def _arrived(record: PreparedModel, state: GradientState) -> Iterator[tuple[Place, torch.Tensor]]:
     """The parts of gradients that have travelled, each with its place."""
     for name, terms in state.items():
         for term in terms:
-            if isinstance(term, _layouts().Elementwise):
+            if isinstance(term, Elementwise):
                 yield from (((id(record), name, piece.box), piece.data) for piece in term.pieces)
 
 
 def _memory(terms: Iterable[Elementwise | Partial]) -> Iterator[torch.Tensor]:
     for term in terms:
-        yield from _layouts().memory_of(term)
+        yield from memory_of(term)
 
 
 def _zero(terms: Iterable[Elementwise | Partial]) -> None:

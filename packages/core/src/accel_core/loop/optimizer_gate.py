@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 
 from accel_core.base.deprecation import level_of_the_user
+from accel_core.base.suggestions import listed
 from accel_core.loop.fused_backward import is_fused, no_step
-from accel_core.loop.gradients import listed
 
 if TYPE_CHECKING:
     from torch import nn
@@ -76,7 +76,8 @@ class OptimizerGate:
         self.checked = False  # whether what is done before the first step has been done
         self._frozen: dict[str, nn.Parameter] = {}  # held, but of a model that was frozen when it was prepared
         self._needs_backward = needs_backward or is_fused(optimizer)
-        self._inside = self._unscaled = self.was_skipped = False
+        self._inside = self.was_skipped = False
+        self.unscaled: bool | None = False  # None, by a precision: gradients were, and a backward added to them
         self.resume()
         self._own_step = no_step if is_fused(optimizer) else optimizer.step
         self._own_zero_grad = optimizer.zero_grad
@@ -138,7 +139,7 @@ class OptimizerGate:
             self._inside = False
         self.settled = accumulation.serial
         self.seen_backwards = accumulation.total_backwards
-        self._unscaled = False
+        self.unscaled = False
         skipped: Any = result.skipped if isinstance(result, SkippedIf) else result is SKIPPED
         if skipped is not self.was_skipped:
             self.was_skipped = vars(optimizer)[_SKIPPED] = skipped
@@ -163,15 +164,15 @@ class OptimizerGate:
 
     def resume(self) -> None:
         """The state of the optimizer was loaded: what happened here before is over."""
-        self._unscaled = self.was_skipped = False
+        self.unscaled = self.was_skipped = False
         self.settled = -1  # the window in which it stepped last
         self.seen_backwards = self.accumulation.total_backwards
 
     def unscale(self, optimizer: Optimizer) -> None:
         """Unscales the gradients, once between two steps."""
-        if not self._unscaled:
+        if not self.unscaled:
             self._relay.unscale_gradients(optimizer)
-            self._unscaled = True
+            self.unscaled = True
 
     def _clear_later(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:  # its closure would cost every call
         window = self.accumulation.serial
@@ -182,7 +183,7 @@ class OptimizerGate:
         self._own_zero_grad(*args, **kwargs)
         if self._keeps_elsewhere and (prepared := self.owner()) is not None:
             prepared.gradients.clear_kept(held_by(optimizer))
-        self._unscaled = False  # a scaler that has not heard of a step complains by itself when it is to unscale again
+        self.unscaled = False  # a scaler that has not heard of a step complains by itself when it is to unscale again
 
     def _check_first(self, optimizer: Optimizer) -> None:
         prepared, accumulation = self.owner(), self.accumulation

@@ -15,11 +15,12 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from accel_core.base.deprecation import level_of_the_user
+from accel_core.base.suggestions import listed
 from accel_core.contract.precision_policy import remove_policy
 from accel_core.loading.index_source import is_batch_stream, length_of
 from accel_core.loop.compilation import forget_compiled
 from accel_core.loop.forward_methods import unmark
-from accel_core.loop.gradients import Gradients, listed
+from accel_core.loop.gradients import Gradients
 from accel_core.loop.optimizer_gate import OptimizerGate, gate_of, held_by
 from accel_core.loop.scheduler_gate import is_scheduler, ungate_scheduler
 from accel_core.options.handlers import AutocastKwargs

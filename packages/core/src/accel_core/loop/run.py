@@ -12,10 +12,11 @@ from torch.utils.hooks import RemovableHandle
 
 from accel_core.base.errors import CheckpointError
 from accel_core.contract.hook_specs import LAYOUT_HOOKS
+from accel_core.loading.index_source import has_state
 
 if TYPE_CHECKING:
     from accel_core.contract.default_components import Recorder
-    from accel_core.contract.strategy import Strategy
+    from accel_core.contract.strategy import Layout, Strategy
     from accel_core.contract.tensor_layouts import OptimizerState, State
     from accel_core.loop.accumulation import Accumulation
     from accel_core.loop.preparation import Prepared, PreparedModel
@@ -37,8 +38,8 @@ class Run:
     """The parts of an Accelerator whose state is saved.
 
     `components` are the precision, the strategy and the plugins, by the names under which state
-    is saved. `declares_layout`: whether the strategy has all of `LAYOUT_HOOKS`. `seed` gives None
-    before a loader was prepared. `registered` and the hooks are the user's, in order.
+    is saved. `declares_layout`: whether the strategy has all of `LAYOUT_HOOKS`.
+    `registered` and the hooks are the user's, in order.
     """
 
     world: World
@@ -46,11 +47,11 @@ class Run:
     prepared: Prepared
     accumulation: Accumulation
     strategy: Strategy
+    layout: Layout
     components: Mapping[str, object]
     project: ProjectConfiguration
     recorder: Recorder | None
     declares_layout: bool
-    seed: Callable[[], int | None]
     explain: Callable[[], Explanation]
     registered: list[Any] = field(default_factory=list)
     save_hooks: OrderedDict[int, SaveHook] = field(default_factory=OrderedDict)
@@ -113,11 +114,6 @@ def names_of(models: Mapping[int, nn.Module]) -> dict[int, str]:
             if isinstance(value, nn.Parameter):
                 found.setdefault(id(value), f"{number}.{name}")
     return found
-
-
-def has_state(obj: object) -> bool:
-    """Whether an object gives its state, and takes it back."""
-    return all(callable(getattr(obj, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def _registered(hooks: OrderedDict[int, Any], hook: Any, call: str, arguments: str) -> RemovableHandle:

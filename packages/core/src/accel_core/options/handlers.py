@@ -95,12 +95,12 @@ class GradientAccumulationPlugin(KwargsHandler):
 
 @dataclass
 class TrackingKwargs(KwargsHandler):
-    """Options for failing or slow trackers: they are switched off with a warning, training goes on.
+    """Options for trackers: one that fails is switched off with a warning, and training goes on.
 
     Args:
         strict: stop with a `TrackerError` if a tracker fails or cannot record a value.
         start_timeout: seconds that a tracker may take to start; the first record waits for it.
-        stall_timeout: seconds that a tracker may take for a record, while training goes on.
+        stall_timeout: seconds of a slow record that `save_state` and `get_tracker` wait for, at most.
         finish_timeout: seconds to wait for records when the training, or the program, ends.
         most_pending: number of records that may wait for a tracker; a large one counts as several.
     """

@@ -74,17 +74,11 @@ def begin_random_state(seed: int, rank: int, step: int, device: torch.device) ->
         torch.get_device_module(device.type).manual_seed(seeds[3])
 
 
-def restored_after_first(items: Iterator[T], before: dict[str, Any], device: torch.device | None) -> Iterator[T]:
-    """The items; sets streams to `before` once the first is fetched, or found missing."""
-    first = list(itertools.islice(items, 1))
+def restored_behind(count: int, items: Iterator[T], before: dict[str, Any], device: torch.device | None) -> Iterator[T]:
+    """The items; sets streams to `before` once so many have been fetched, at the first `next`."""
+    fetched = list(itertools.islice(items, count))
     restore_random_state(before, device)
-    yield from itertools.chain(first, items)
-
-
-def restored_before_first(items: Iterator[T], before: dict[str, Any], device: torch.device | None) -> Iterator[T]:
-    """The items, with the streams set to `before` when the first of them is asked for."""
-    restore_random_state(before, device)
-    yield from items
+    yield from itertools.chain(fetched, items)
 
 
 def _has_stream(device: torch.device | None) -> TypeGuard[torch.device]:

@@ -377,36 +377,44 @@ class World:
             self._shows_crashes = False
         if group is None or _shared.pop(group, None) is None:
             return
+        del group
         watch, self.watch, self.mark = self.watch, None, None
-        if patient and watch is not None and self.device.type != "cpu":
-            # Its collectives need this process, and it will not finish them once the Watch has found them to be in vain.
-            waiting = threading.Thread(target=torch.accelerator.synchronize, args=(self.device,), daemon=True)
-            waiting.start()
-            while waiting.is_alive() and not watch.verdict:
-                waiting.join(0.1)
-        if watch is not None:
-            watch.leave(failed=not patient)
-        store, self._store, shutdown = self._store, None, None
-        if store is not None and group is _default_group():
-            together = patient and not (watch is not None and watch.verdict)
-            groups = [group, *groups_beside(group)] if not together and self.device.type != "cpu" else []
-            _beside.pop(group, {}).clear()
-            del group
-            shutdown = Shutdown(store, self.rank, self.size, PATIENCE if together else timedelta(0))
-            shutdown.say("ready", wait=True)
-            if self._connections is not None and (groups or not shutdown.complete):
-                # Whoever still holds the group (a model in the traceback of an error), or its sockets (a loader's worker, which was
-                # forked), would keep the others waiting; so would a device that has yet to run what does not fit the others' calls.
-                self._connections.break_off(groups)
-            groups.clear()  # what is closed already cannot be broken off
-            dist.destroy_process_group()
-            shutdown.say("gone", wait=self.rank == 0)
-        if watch is not None:
-            watch.stop(alone=shutdown is not None and not shutdown.complete)
-            if watch.verdict and patient and not watch.raised:
-                raise WorldError(
-                    f"The training of rank {self.rank} ended, but that of the others did not. {watch.verdict}"
-                )
+        if watch is None:
+            self._destroy(together=patient)
+            return
+        if patient and self.device.type != "cpu":
+            _await_device(self.device, watch)
+        watch.leave(failed=not patient)
+        watch.stop(alone=not self._destroy(together=patient and not watch.verdict))
+        if watch.verdict and patient and not watch.raised:
+            raise WorldError(f"The training of rank {self.rank} ended, but that of the others did not. {watch.verdict}")
+
+    def _destroy(self, *, together: bool) -> bool:
+        """Destroys the group if this world started it. Returns whether the others had patience enough."""
+        group, store, self._store = _default_group(), self._store, None
+        if store is None or group is None or self._group is None or group is not self._group():
+            return True
+        groups = [group, *groups_beside(group)] if not together and self.device.type != "cpu" else []
+        _beside.pop(group, {}).clear()
+        del group
+        shutdown = Shutdown(store, self.rank, self.size, PATIENCE if together else timedelta(0))
+        shutdown.say("ready", wait=True)
+        if self._connections is not None and (groups or not shutdown.complete):
+            # Whoever still holds the group (a model in the traceback of an error), or its sockets (a loader's worker, which was
+            # forked), would keep the others waiting; so would a device that has yet to run what does not fit the others' calls.
+            self._connections.break_off(groups)
+        groups.clear()  # what is closed already cannot be broken off
+        dist.destroy_process_group()
+        shutdown.say("gone", wait=self.rank == 0)
+        return shutdown.complete
+
+
+def _await_device(device: torch.device, watch: Watch) -> None:
+    """Waits for a device's collectives, which need this process, unless the Watch finds them to be in vain."""
+    waiting = threading.Thread(target=torch.accelerator.synchronize, args=(device,), daemon=True)
+    waiting.start()
+    while waiting.is_alive() and not watch.verdict:
+        waiting.join(0.1)
 
 
 # What is shared hangs on torch's default group: a world is found as long as its group runs, and dies with it.

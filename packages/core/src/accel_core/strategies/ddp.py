@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -60,7 +60,7 @@ class DDP(Strategy):
         static_graph: promise that every iteration uses the same parameters in the same way.
         comm_hook: form in which gradients travel: as they are ("no"), fp16, bf16, or by PowerSGD.
         comm_wrapper: number format in which the factors of PowerSGD are exchanged.
-        comm_state_option: settings of PowerSGD, such as `matrix_approximation_rank`.
+        comm_state_option: settings of PowerSGD. Its errors are in no checkpoint: a resumed run has none.
     """
 
     handler = DistributedDataParallelKwargs
@@ -79,10 +79,6 @@ class DDP(Strategy):
         comm_wrapper: CommWrapper = "no",
         comm_state_option: dict[str, Any] | None = None,
     ) -> None:
-        for option, value, choices in (("hook", comm_hook, CommHook), ("wrapper", comm_wrapper, CommWrapper)):
-            if value not in get_args(choices):
-                known = ", ".join(map(repr, get_args(choices)))
-                raise ValueError(f"DDP(comm_{option}={value!r}): expected one of {known}.")
         if comm_hook != "power_sgd" and (comm_state_option or comm_wrapper != "no"):
             what = f"DDP(comm_wrapper={comm_wrapper!r}, comm_state_option={comm_state_option!r}) configures PowerSGD,"
             raise ValueError(f"{what} but comm_hook is {comm_hook!r}. Add comm_hook='power_sgd', or leave them out.")
@@ -184,12 +180,13 @@ class DDP(Strategy):
         wrapper: Any = DistributedDataParallel(model, devices, process_group=group, **self._options)
         # Not as an argument, which has another name in torch 2.13; and 2.9 would not make buffers equal at the start either.
         wrapper.broadcast_buffers = self._broadcast_buffers
-        if policy.reduce not in (None, policy.param, torch.float32):
-            wanted = {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(policy.reduce)
+        trained = {each.dtype for each in model.parameters() if each.requires_grad and each.is_floating_point()}
+        if policy.reduce is not None and (trained - {policy.reduce} or {name, compression} & {"fp16", "bf16"}):
+            wanted = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}.get(policy.reduce)
             if wanted is None or name not in ("no", wanted):
                 raise ValueError(
-                    f"The precision asks for gradients that travel as {policy.reduce}, but DDP has comm_hook={name!r}. "
-                    f"Leave it out for float16 and bfloat16; other dtypes DDP cannot reduce in."
+                    f"The precision asks for gradients that travel as {policy.reduce}, but DDP has comm_hook={name!r}. Leave "
+                    f"it out for float16, bfloat16 and float32; other dtypes DDP cannot reduce in."
                 )
             name = wanted
         if name != "no":
@@ -324,9 +321,16 @@ def _comm_hook(name: str, wrapper: str, options: dict[str, Any], group: Any) -> 
     if name == "power_sgd":
         state, hook = powerSGD_hook.PowerSGDState(group, **options), powerSGD_hook.powerSGD_hook
     else:
-        state, hook = group, getattr(default_hooks, f"{name}_compress_hook")
+        own: Any = {"fp32": _float32_hook}.get(name)
+        state, hook = group, own or getattr(default_hooks, f"{name}_compress_hook")
     if wrapper != "no":
         hook = getattr(default_hooks, f"{wrapper}_compress_wrapper")(hook)
     # torch knows its bf16 hooks by their names and refuses them where it sees no native bf16 collective, although the
     # reduction works there. Hence another name; and no annotations, which torch compares by identity.
     return state, lambda state, bucket: hook(state, bucket)  # noqa: PLW0108
+
+
+def _float32_hook(group: Any, bucket: Any) -> Any:  # divides behind the sum, so that a mean is rounded once
+    buffer = bucket.buffer()
+    sent = dist.all_reduce(buffer.float(), group=group, async_op=True).get_future()
+    return sent.then(lambda done: buffer.copy_(done.value()[0].div_(group.size())))

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from accel_core.base.suggestions import listed
 from accel_core.collectives import reduce_gather
-from accel_core.loop.gradients import listed
+from accel_core.loop.optimizer_gate import held_by
 
 if TYPE_CHECKING:
     from torch import nn
@@ -154,7 +155,7 @@ def check(optimizer: Optimizer, models: Sequence[tuple[DistributedDataParallel, 
         return
     # Two models may share a parameter: one of them has averaged it.
     averaged = {each for _, sync in models for each in set(sync.known) - sync.local()}
-    held = {each for group in optimizer.param_groups for each in group["params"]}
+    held = set(held_by(optimizer))
     for wrapper, sync in models:
         local = (sync.local() - averaged) & held
         if local and (left_out := sync.left_out(wrapper)):

@@ -45,8 +45,8 @@ class Tracker:
     """Base of trackers: offer a subclass under `accel.trackers`, or pass `log_with` an object.
 
     One object records one run. All methods but the constructor and `unusable` are called in one
-    thread of the tracker's own: `start`, any number of records, `finish`. One that raises, or takes
-    minutes, is reported once, and the tracker switched off; the training goes on. A record that
+    thread of the tracker's own: `start`, any number of records, `finish`. One that raises is
+    reported once, and the tracker switched off; behind one that takes minutes, records wait. What
     the service cannot hold is refused by a `RecordRefusedError`, and alone is left out. The
     constructor is the schema of the options, and neither imports the service nor opens anything.
 
@@ -116,7 +116,7 @@ class Tracker:
         """Makes records readable by others, if without network. Called in `save_state`, pauses."""
 
     def finish(self, failed: bool) -> None:
-        """Closes the run; the last call. `failed`: the run has, or the tracker is switched off."""
+        """Closes the run; the last call. `failed`: the run has, or the tracker, perhaps in `start`."""
 
 
 class GeneralTracker:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 import torch
@@ -139,3 +140,33 @@ def test_status_counts_how_long_a_thread_has_been_in_the_same_collective(monkeyp
     status.inside[thread] = None
     report = status.report()
     assert (report.rank, report.number, report.calls) == (3, 5, ())
+
+
+def test_a_fork_while_a_position_is_looked_up_begins() -> None:
+    """Before Python 3.12 it did not, where garbage was collected in the look-up: a worker of a loader hung."""
+    script = (
+        "import gc, os, threading, time\n"
+        "from accel_core.processes.watch.stack_location import position_of\n"
+        "class Loader:\n"
+        "    def __init__(self): self.cycle = self\n"
+        "    def __del__(self): time.sleep(0.01)\n"  # as its workers are joined: other threads run
+        "def patrol():\n"
+        "    while True: position_of(0), time.sleep(0)\n"  # of nobody, which looks at all and does nothing more
+        "def deep(levels):\n"
+        "    if levels: return deep(levels - 1)\n"
+        "    time.sleep(0.0005)\n"
+        "threading.Thread(target=patrol, daemon=True).start()\n"
+        "gc.freeze(), gc.set_threshold(40, 1, 1)\n"
+        "for _ in range(60):\n"
+        "    Loader(), deep(30)\n"
+        "    if not (child := os.fork()): os._exit(0)\n"
+        "    os.waitpid(child, 0)\n"
+        "print('all began', flush=True)\n"
+        "os._exit(0)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, start_new_session=True) as process:
+        try:
+            assert process.communicate(timeout=60)[0] == b"all began\n"
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)

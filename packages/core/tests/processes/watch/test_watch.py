@@ -103,7 +103,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def launches(request: pytest.FixtureRequest, folder: Path) -> Launches:
     """What has become of every launch that is wanted, those that take longest first."""
-    calls = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    own = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    calls = [item.callspec.params for item in own]
     wanted = {(params["leave"], params["culprit"]) for params in calls if "leave" in params}
     run = partial(partial, run_ranks, timeout=90, grace=WITHIN)
     return side_by_side(

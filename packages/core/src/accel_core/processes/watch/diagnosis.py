@@ -231,9 +231,8 @@ def _advice(call: Call, reasons: Sequence[str]) -> str:
         )
     if any(ENDED in reason for reason in reasons):
         return (
-            "All ranks are to leave the loop after equally many batches: prepare the loader, or put the loop into "
-            "accelerator.join_uneven_inputs(); agree on leaving early by accelerator.set_trigger() and "
-            "accelerator.check_trigger()."
+            "All ranks are to leave the loop after equally many batches: prepare the loader, or put a loop that calls backward() into "
+            "accelerator.join_uneven_inputs(); agree on leaving early by accelerator.set_trigger() and accelerator.check_trigger()."
         )
     if all(reasons):
         return "Look into the output of that rank and the log of its machine: the errors of the others only follow."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import linecache
 import os
 import socket
@@ -69,13 +70,25 @@ class Position(NamedTuple):
 
 def position_of(thread: int) -> Position | None:
     """The position of the thread with this identifier; None if it has ended."""
-    innermost = sys._current_frames().get(thread)
+    innermost = _frame_of(thread)
     if innermost is None:
         return None
     name = innermost.f_globals.get("__name__", "")
     line, meeting = line_of(innermost), _meeting(innermost, name)
     joins = name == "threading" and innermost.f_code.co_name in ("join", "_wait_for_tstate_lock", "_shutdown")
     return Position(line, meeting, name.startswith("torch.autograd"), name.startswith(_WAITING_ROOMS), joins)
+
+
+def _frame_of(thread: int) -> FrameType | None:
+    # Before Python 3.12 garbage may be collected in this call, under a lock without which a forked process does not begin:
+    # where that closes a loader, and so lets other threads run, the workers that they fork would hang.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames().get(thread)
+    finally:
+        if collects:
+            gc.enable()
 
 
 def cpu_seconds(thread: int) -> float:
