@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from dispatched_loaders import Sizes, StatefulStream, Stream, dispatched, in_order, real, taken
 from torch.utils.data import DataLoader
 
 from accel_core import Feed, World
+from accel_core.api.component import broadcast_object
 from accel_testing.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(120)
@@ -105,3 +108,51 @@ def test_two_iterations_at_a_time_are_two_epochs():
         assert [one for one, _, _ in pairs] == first
         assert [other for _, other, _ in pairs] == second
         assert [samples for _, _, samples in pairs] == [4, 8, 10]
+
+
+def begun_again():
+    """What this rank has of an epoch; and of one that is begun again where it was left, by kind."""
+    found = {}
+    for kind in ("in order", "shuffled", "stream", "stateful stream"):
+        feed = Feed()
+        loader = dispatched(LOADERS[kind](), feed, seed=2**40)
+        whole, states = [], []
+        for batch in loader:
+            whole.append(real(batch, feed))
+            states.append(loader.state_dict())
+        feed = Feed()
+        other = dispatched(LOADERS[kind](), feed, seed=2**40)
+        other.load_state_dict(states[2])
+        other.restart_epoch()
+        found[kind] = whole, taken(other, feed)
+    return found
+
+
+def epochs_begun_again():
+    """The epochs that this rank begins behind each of three batches, where it stands and in a new run; by kind."""
+    found = {}
+    for kind, data in (("map", range), ("stream", Stream), ("stateful stream", StatefulStream)):
+        here, anew = [], []
+        for behind in range(1, 4):
+            left, resumed = (
+                dispatched(DataLoader(data(30), batch_size=4, drop_last=True), Feed(), seed=2**40) for _ in range(2)
+            )
+            for _ in itertools.islice(left, behind):
+                pass
+            resumed.load_state_dict(broadcast_object(left.state_dict(), World.current(), 0))
+            for loader, epochs in ((left, here), (resumed, anew)):
+                loader.restart_epoch()
+                epochs.append(loader.state_dict()["epoch"])
+        found[kind] = here, anew
+    return found
+
+
+def test_an_epoch_whose_last_batches_are_dropped_has_ended_behind_the_last_that_is_sent():
+    for found in run_ranks(epochs_begun_again, 2):
+        assert found == dict.fromkeys(("map", "stream", "stateful stream"), ([0, 0, 1], [0, 0, 1]))
+
+
+def test_an_epoch_is_begun_again_on_all_ranks():
+    for found in run_ranks(begun_again, 2):
+        for kind, (whole, again) in found.items():
+            assert again == whole, kind

@@ -17,12 +17,77 @@ from torch.utils.data import (
     Sampler,
     SequentialSampler,
     SubsetRandomSampler,
+    WeightedRandomSampler,
 )
 
 from accel_core import Feed, Shard
 from accel_data import BatchSamplerShard, DataLoaderShard, SeedableRandomSampler, Sharded, skip_first_batches
 
 N = 37
+
+
+@pytest.mark.parametrize("seeded", [True, False])
+def test_an_epoch_that_is_begun_again_has_its_order_and_one_that_has_ended_is_left(seeded):
+    def loader():
+        generator = None if seeded else torch.Generator().manual_seed(3)
+        return prepare(DataLoader(list(range(N)), batch_size=4, shuffle=True, generator=generator))
+
+    whole, states, one = [], [], loader()
+    for batch in one:
+        whole += batch.tolist()
+        states.append(one.state_dict())
+    for state, epoch in ((states[2], 0), (states[-1], 1)):
+        resumed = loader()
+        resumed.load_state_dict(state)
+        resumed.restart_epoch()
+        assert resumed.state_dict()["epoch"] == epoch
+        found = torch.cat(list(resumed)).tolist()
+        assert sorted(found) == list(range(N))
+        assert epoch or found == whole
+    left = loader()
+    next(iter(left))
+    left.restart_epoch()
+    assert torch.cat(list(left)).tolist() == whole, "in the run itself, too"
+
+
+class Unsized(IterableDataset):
+    def __iter__(self):
+        return iter(range(16))
+
+
+def drawn(number, **options):
+    return DataLoader(range(8), 4, sampler=WeightedRandomSampler(torch.ones(8), number), **options)
+
+
+ENDS = {
+    "a remainder is dropped": lambda: DataLoader(range(18), 4, shuffle=True, drop_last=True),
+    "a part of the dataset": lambda: DataLoader(range(18), 4, sampler=SubsetRandomSampler(range(8))),
+    "more than the dataset": lambda: drawn(18),
+    "less than a batch is dropped": lambda: drawn(18, drop_last=True),
+    "batches of the user's": lambda: DataLoader(range(50), batch_sampler=Varying()),
+    "no batches": lambda: DataLoader(range(18), None, sampler=SubsetRandomSampler(range(6))),
+    "lists of indices": lambda: DataLoader(torch.arange(18), None, sampler=BatchSampler(range(18), 4, True)),
+    "a stream without a length": lambda: DataLoader(Unsized(), 4),
+    "a stream whose remainder is dropped": lambda: DataLoader(Unsized(), 3, drop_last=True),
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", ENDS)
+def test_whether_an_epoch_has_ended_is_seen_by_its_last_batch(kind, ranks):
+    """The dataset may be longer than an epoch, or shorter, or have no length."""
+
+    def loader():
+        return prepare(ENDS[kind](), 0, ranks, dispatch_batches=False)
+
+    left, found = loader(), []
+    states = [left.state_dict() for _ in left]
+    for state in states:
+        resumed = loader()
+        resumed.load_state_dict(state)
+        resumed.restart_epoch()
+        found.append((resumed.state_dict()["epoch"], len(list(resumed))))
+    assert found == [(0, len(states))] * (len(states) - 1) + [(1, len(states))]
 
 
 def prepare(loader, rank=0, ranks=1, *, feed=None, seed=2**40, number=0, **options):

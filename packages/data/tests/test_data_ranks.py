@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, SubsetRandomSampler
 
-from accel_core import Accelerator, Feed, Shard, World
+from accel_core import Accelerator, CollectiveMismatchError, Feed, Shard, World
 from accel_data import Sharded
 from accel_testing.ranks import run_ranks
 
@@ -107,3 +107,28 @@ def test_ranks_that_join_may_end_at_different_batches():
     assert first[3] == second[3]
     assert evenly_too[0] == [2, 3, 6, 7, 0, 1]
     assert evenly[3] == evenly_too[3]
+
+
+def gathered_late(size, dispatch):
+    accelerator = Accelerator(cpu=True, dispatch_batches=dispatch)
+    loader = accelerator.prepare(DataLoader(torch.arange(size), batch_size=2))
+    kept = list(loader)
+    try:
+        return [accelerator.gather_for_metrics(batch).tolist() for batch in kept]
+    except (ValueError, CollectiveMismatchError) as error:  # the latter on a rank whose own batch is full
+        return str(error)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_after_a_loop_that_was_filled_up_nothing_is_gathered_for_metrics(dispatch):
+    found = run_ranks(gathered_late, 2, 5, dispatch)
+    assert all(
+        "Call gather_for_metrics once per batch, inside the loop over the prepared loader." in each for each in found
+    )
+    late = "gather_for_metrics was called after the loop over a prepared loader had ended, whose last batch on this rank was filled up."
+    assert any(
+        late in each for each in found
+    )  # where it was not, the kept batch has another size, or another rank says it
+    assert run_ranks(gathered_late, 2, 8, dispatch) == [[[0, 1, 2, 3], [4, 5, 6, 7]]] * 2
+    assert run_ranks(gathered_late, 1, 5, dispatch) == [[[0, 1], [2, 3], [4]]]

@@ -346,20 +346,42 @@ def test_lists_of_indices_are_batches_where_the_loader_makes_none(rank):
     assert prepared.state_dict()["epoch"] == 1
 
 
+class Wrapping:
+    """A batch sampler that has another one inside, as those of libraries that group by shape."""
+
+    def __init__(self, batch_sampler):
+        self.batch_sampler = batch_sampler
+
+    def __iter__(self):
+        return iter(self.batch_sampler)
+
+
+def divided():
+    return DistributedSampler(range(9), num_replicas=2, rank=0)
+
+
 def test_a_shard_of_a_batch_sampler_is_not_shared_out_again():
     shard = BatchSamplerShard(BatchSampler(SequentialSampler(range(9)), 2, drop_last=False), 2, 0)
-    with pytest.raises(
-        ValueError, match="with a BatchSamplerShard for 2 processes: .*Give the loader the batch sampler"
-    ):
-        prepare(DataLoader(range(9), batch_sampler=shard), 0, 2)
+    for given in (shard, Wrapping(shard)):
+        with pytest.raises(
+            ValueError, match="with a BatchSamplerShard for 2 processes: .*Give the loader the batch sampler"
+        ):
+            prepare(DataLoader(range(9), batch_sampler=given), 0, 2)
 
 
-def test_a_sampler_that_shards_already_is_refused():
-    sampler = DistributedSampler(range(9), num_replicas=2, rank=0)
+@pytest.mark.parametrize("make", [
+    lambda: DataLoader(range(9), sampler=divided()),
+    lambda: DataLoader(range(9), sampler=divided(), batch_size=None),
+    lambda: DataLoader(range(9), sampler=BatchSampler(divided(), 2, drop_last=False), batch_size=None),
+    lambda: DataLoader(range(9), batch_sampler=Wrapping(BatchSampler(divided(), 2, drop_last=False))),
+    lambda: DataLoader(range(9), batch_sampler=BatchSamplerShard(BatchSampler(divided(), 2, drop_last=False), 1, 0)),
+], ids=["batches", "no batches", "lists of indices", "wrapped", "shard of one"])  # fmt: skip
+@pytest.mark.parametrize("options", [{}, {"dispatch_batches": True}], ids=["read", "dispatched"])
+def test_a_sampler_that_shards_already_is_refused(make, options):
     with pytest.raises(
         ValueError, match="DistributedSampler for 2 replicas: .*Use shuffle=True instead of the sampler"
     ):
-        prepare(DataLoader(range(9), sampler=sampler), 0, 2)
+        prepare(make(), 0, 2, **options)
 
 
 def test_batches_out_of_order_are_refused_unless_none_is_filled():

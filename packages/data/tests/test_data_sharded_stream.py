@@ -308,3 +308,134 @@ def test_ranks_with_five_three_and_no_batches_end_together():
         run_ranks(uneven_ranks, 3, "stop", (5, 3, 2))
         == [[[[0, 1, 100, 101, 200, 201], [2, 3, 102, 103, 202, 203]]] * 2] * 3
     )
+
+
+class OfEpoch(IterableDataset):
+    """Other samples in each epoch, and as many as is said for the rank: None, and they never end."""
+
+    epoch = 0
+
+    def __init__(self, counts, rank):
+        self.count, self.rank = counts[rank], rank
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def samples(self, start=0):
+        places = itertools.count(start) if self.count is None else range(start, self.count)
+        for place in places:
+            self.at = place + 1
+            yield 1000 * self.epoch + 100 * self.rank + place
+
+    def __iter__(self):
+        return self.samples()
+
+
+class Restoring(OfEpoch):
+    """A pass begins where a loaded state says, and otherwise at the beginning, as those of Hugging Face."""
+
+    at = 0
+    loaded = 0
+
+    def __iter__(self):
+        start, self.loaded = self.loaded, 0
+        yield from self.samples(start)
+
+    def state_dict(self):
+        return {"at": self.at, "epoch": self.epoch}
+
+    def load_state_dict(self, state):
+        self.at = self.loaded = state["at"]
+        self.epoch = state["epoch"]
+
+
+class Counting(Restoring):
+    """Counts its epochs itself."""
+
+    set_epoch = None
+
+    def __iter__(self):
+        if not self.loaded:
+            self.epoch += 1
+        yield from super().__iter__()
+
+
+class Continuing(Restoring):
+    """A pass goes on where the one before was left."""
+
+    def __iter__(self):
+        yield from self.samples(self.at)
+        self.at = 0
+
+    def load_state_dict(self, state):
+        self.at, self.epoch = state["at"], state["epoch"]
+
+
+def resumed_otherwise(policy, counts, kinds):
+    """Three epochs, resumed on this rank behind each batch and between epochs; those that go on in another way."""
+    options = DataLoaderConfiguration(presharded=True, uneven=policy)
+
+    def prepared(kind):
+        accelerator = Accelerator(cpu=True, dataloader_config=options)
+        dataset = kind(counts, accelerator.process_index)
+        return accelerator, accelerator.prepare(DataLoader(dataset, batch_size=2))
+
+    def taken(accelerator, batch):
+        return accelerator.gather_for_metrics(batch).tolist()
+
+    wrong = []
+    for kind in kinds:
+        accelerator, loader = prepared(kind)
+        whole, states = [], []
+        for _ in range(3):
+            states.append((len(whole), loader.state_dict()))
+            for batch in loader:
+                whole.append(taken(accelerator, batch))
+                states.append((len(whole), loader.state_dict()))
+        for number, (behind, state) in enumerate(states):
+            accelerator, loader = prepared(kind)
+            loader.load_state_dict(state)
+            rest = []
+            for _ in range(loader.state_dict()["epoch"], 3):
+                rest += [taken(accelerator, batch) for batch in loader]
+            if rest != whole[behind:]:
+                wrong.append((kind.__name__, number, behind, state, whole[behind:], rest))
+    return wrong
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("counts", [(7, 4), (3, 9), (2, 9), (4, None)])
+def test_a_stream_that_stops_with_a_shorter_one_is_resumed_as_it_went_on(counts):
+    """What was cut off is not the beginning of the next epoch."""
+    kinds = [OfEpoch, Restoring, Counting, Continuing]
+    assert run_ranks(resumed_otherwise, 2, "stop", counts, kinds) == [[], []]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("counts", [(0, 7), (5, 0), (3, 8)])
+def test_a_rank_whose_stream_ended_before_or_never_began_is_resumed(counts):
+    kinds = [OfEpoch, Restoring, Counting, Continuing]
+    assert run_ranks(resumed_otherwise, 2, "pad", counts, kinds) == [[], []]
+
+
+def epochs_begun_again(policy, counts):
+    """The epochs that this rank begins behind each batch of one epoch, resumed in a new run."""
+    options = DataLoaderConfiguration(presharded=True, uneven=policy)
+
+    def prepared():
+        accelerator = Accelerator(cpu=True, dataloader_config=options)
+        return accelerator.prepare(DataLoader(Restoring(counts, accelerator.process_index), batch_size=2))
+
+    left, epochs = prepared(), []
+    for state in [left.state_dict() for _ in left]:
+        loader = prepared()
+        loader.load_state_dict(state)
+        loader.restart_epoch()
+        epochs.append(loader.state_dict()["epoch"])
+    return epochs
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("policy", "counts"), [("pad", (0, 5)), ("pad", (2, 5)), ("stop", (9, 5))])
+def test_an_epoch_of_streams_of_their_own_ends_on_all_ranks_with_its_last_batch(policy, counts):
+    assert run_ranks(epochs_begun_again, 2, policy, counts) == [[0, 0, 1]] * 2

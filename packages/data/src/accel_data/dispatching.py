@@ -191,10 +191,11 @@ class DispatchSource:
                 passage.advance(arrived.remaining, rows, self._positions(arrived, before))
                 progress.samples = before = arrived.samples
                 progress.extras = arrived.extras
+                progress.end = None if arrived.remaining else arrived.samples
                 yield placed
             progress.finished = True
         finally:
-            passage.leave()
+            passage.leave(ended=progress.finished)
 
     def _positions(self, arrived: Arrived, before: int | None) -> Positions | None:
         """The sample positions of a batch after `before` others; None if parts may be unequal."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 from torch.utils.data import DataLoader
 
 from accel_core import Rows
-from accel_core.api.component import capture_random_state, restore_random_state, restored_after_first
+from accel_core.api.component import capture_random_state, restore_random_state, restored_behind
 from accel_core.api.loader import Positions, length_of, looked_ahead
 from accel_data.generators import between_epochs, check_between, given_generators, restore_between, settle
 from accel_data.loader_state import EpochOpening, Epochs, Start, tell_epoch
@@ -102,8 +102,11 @@ class StreamSource:
         opening = self.epochs.open(start)
         settle(given_generators(self.dataset), start, opening.progress, self._synchronise, self.synchronised)
         arriving = self._arriving(start, fetched, stateful)
+        if start.extras.get("ended"):
+            # A stream of a rank's own that ended with another one had been read one batch further, and may have no end.
+            arriving = _unseen(arriving, 1 if self.owners else None)
         if resumes:
-            arriving = restored_after_first(arriving, before, outlet.device)
+            arriving = restored_behind(1, arriving, before, outlet.device)
         elif restarts:
             restore_random_state(before, outlet.device)
         return self._reported(opening, arriving, outlet)
@@ -124,8 +127,14 @@ class StreamSource:
             return position
         extras = between_epochs(given_generators(self.dataset))
         if stateful is not None:
-            extras["stream"] = snapshot(stateful, "between")
+            extras["stream"] = self._cut() or snapshot(stateful, "between")
         return Start(position.epoch, position.samples, extras)
+
+    def _cut(self) -> dict[str, Any] | None:
+        """The state behind the latest epoch's last batch, if other ranks ended before this one's stream."""
+        current = self.epochs.current
+        state = None if current is None or self.owners is None else current.extras.get("stream")
+        return {**state, "standing": "cut"} if state is not None and state["standing"] == "inside" else None
 
     @property
     def owners(self) -> int | None:
@@ -208,37 +217,36 @@ class StreamSource:
                 if fetched.extras:
                     progress.extras = {**progress.extras, **fetched.extras}
                 if not remaining:
-                    progress.extras = at_the_end(progress.extras)
+                    progress.end = fetched.samples
                 yield placed
             progress.finished = True
 
     def _ended(self, batches: Iterator[Fetched], feed: Feed) -> Iterator[tuple[Fetched, int]]:
-        return looked_ahead(batches, feed.lookahead)
+        """The batches, each with how many follow; the last that there is with its state marked."""
+        for fetched, following in looked_ahead(batches, feed.lookahead):
+            yield fetched if following else at_the_end(fetched), following
 
     def _arriving(
         self, start: Start, fetched: Callable[[], Iterable[Any]], stateful: Stateful | None
     ) -> Iterator[Fetched]:
-        if start.extras.get("ended"):
-            return self._read_through(fetched, start)
-        saved = start.extras.get("stream")
+        saved = None if stateful is None else start.extras.get("stream")
+        if saved is None and start.extras.get("ended") and self.owners is None:
+            # The size of its last batch depends on the ranks.
+            return self._from_the_beginning(fetched, Start(start.epoch), None)
         if stateful is None or (saved is None and not self.epochs.begins_from_a_state):
             return self._from_the_beginning(fetched, start, stateful)
         if saved is not None:
             stateful.load_state_dict(copy.deepcopy(saved["state"]))
-            if saved["standing"] != "inside":
+            if saved["standing"] in ("end", "between"):
                 self.tell_epoch(start.epoch)  # the state may hold the epoch before
         self.epochs.begins_from_a_state = saved is not None and saved["standing"] == "end"
         if self.epochs.begins_from_a_state:
             return iter(())
-        goes_on = saved is not None and saved["standing"] == "inside"
-        restarted = partial(_restarted, fetched, partial(self.tell_epoch, start.epoch))
-        return self._from_a_state(fetched if goes_on else restarted, start, stateful)
-
-    def _read_through(self, fetched: Callable[[], Iterable[Any]], start: Start) -> Iterator[Fetched]:
-        """Nothing, of an epoch at its end: it is read, so that what it draws from goes on."""
-        for _ in self._from_the_beginning(fetched, Start(start.epoch), None):
-            pass
-        yield from ()
+        standing = "end" if saved is None else saved["standing"]
+        if standing != "inside":
+            anew = _restarted if standing != "cut" else _behind_a_cut
+            fetched = partial(anew, fetched, partial(self.tell_epoch, start.epoch))
+        return self._from_a_state(fetched, start, stateful)
 
     def _from_the_beginning(
         self, fetched: Callable[[], Iterable[Any]], start: Start, stateful: Stateful | None
@@ -301,20 +309,27 @@ def inside(stateful: Stateful | None) -> dict[str, Any]:
     return {} if stateful is None else {"stream": snapshot(stateful, "inside")}
 
 
-def at_the_end(extras: Mapping[str, Any]) -> dict[str, Any]:
-    """The extras, marked as an epoch's end: the size of its last batch depends on the ranks."""
-    if "stream" not in extras:
-        return {**extras, "ended": True}
-    return {**extras, "stream": {**extras["stream"], "standing": "end"}}
+def at_the_end(fetched: Fetched) -> Fetched:
+    """The last batch of a stream: its state, if there is one, may be that of the next epoch already."""
+    if "stream" not in fetched.extras:
+        return fetched
+    return fetched._replace(extras={**fetched.extras, "stream": {**fetched.extras["stream"], "standing": "end"}})
 
 
-def snapshot(stateful: Stateful, standing: Literal["inside", "end", "between"]) -> dict[str, Any]:
-    """A state, and where it was taken: inside an epoch, behind its last batch, or between epochs.
+def snapshot(stateful: Stateful, standing: Literal["inside", "between"]) -> dict[str, Any]:
+    """A state, and where it was taken: inside an epoch, or between epochs.
 
-    Behind the last batch some have begun the next epoch already. A copy: some hand out what they go
-    on changing.
+    What was taken inside may turn out to be behind the last batch of the stream, "end", or where
+    the epoch has ended before it, "cut". A copy: some hand out what they go on changing.
     """
     return {"standing": standing, "state": copy.deepcopy(stateful.state_dict())}
+
+
+def _unseen(batches: Iterator[Fetched], most: int | None) -> Iterator[Fetched]:
+    """Nothing, of an epoch at its end: its batches are read, so that what they are drawn from goes on."""
+    for _ in islice(batches, most):
+        pass
+    yield from ()
 
 
 def _restarted(fetched: Callable[[], Iterable[Any]], tell: Callable[[], None]) -> Iterator[Any]:
@@ -335,3 +350,16 @@ def _restarted(fetched: Callable[[], Iterable[Any]], tell: Callable[[], None]) -
             yield batch
         if not empty:
             return
+
+
+def _behind_a_cut(fetched: Callable[[], Iterable[Any]], tell: Callable[[], None]) -> Iterator[Any]:
+    """A pass behind one that other ranks ended: that is left again, as far as it had been read ahead.
+
+    Else what was cut off would be the beginning of this one. What it draws is drawn again.
+    """
+    before = capture_random_state(None)
+    for _ in fetched():
+        break
+    restore_random_state(before, None)
+    tell()
+    yield from fetched()

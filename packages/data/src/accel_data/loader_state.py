@@ -16,13 +16,22 @@ from accel_core.api.loader import IndexRead, SourceIteration, SourceProgress
 
 
 class EpochProgress(SourceProgress):
-    """The progress of an iteration; `extras` are entries for the state, kept up to date."""
+    """The progress of an iteration; `extras` are entries for the state, kept up to date.
 
-    __slots__ = ("extras",)
+    `end`: its samples behind the last batch, over all ranks; None while that is not known.
+    """
+
+    __slots__ = ("end", "extras")
 
     def __init__(self, epoch: int, samples: int, extras: Mapping[str, Any] | None = None) -> None:
         super().__init__(epoch, samples)
         self.extras: Mapping[str, Any] = extras or {}
+        self.end: int | None = None
+
+    def position(self) -> Start:
+        """The position in the epoch. It says whether the last batch was yielded."""
+        ended = self.end is not None and self.samples >= self.end
+        return Start(self.epoch, self.samples, {**self.extras, "ended": True} if ended else self.extras)
 
 
 @dataclass(frozen=True)
@@ -47,10 +56,12 @@ class Start:
         """
         if not self.samples:
             return replace(self, skipped=batches)
-        if not (restarts and batches):
-            return self
+        return replace(self.at_beginning(), skipped=batches) if restarts and batches else self
+
+    def at_beginning(self) -> Start:
+        """The start of its epoch: of its state the generators are kept, which draw the order."""
         extras = {name: value for name, value in self.extras.items() if name == "generators"}
-        return Start(self.epoch, 0, extras, batches)
+        return Start(self.epoch, 0, extras)
 
 
 class Epochs:
@@ -104,7 +115,7 @@ class Epochs:
         """The position of the latest iteration; the start of the next epoch once it has ended."""
         current = self.current
         if current is not None and not current.finished:
-            return Start(current.epoch, current.samples, current.extras)
+            return current.position()
         if current is None and self._pending is not None:
             return self._pending
         return Start(self.following)
@@ -151,7 +162,8 @@ class EpochOpening(SourceIteration):
     progress: EpochProgress
 
     def __init__(self, epochs: Epochs, start: Start, reads: Iterator[IndexRead]) -> None:
-        super().__init__(reads, EpochProgress(start.epoch, start.samples, start.extras))
+        extras = {name: value for name, value in start.extras.items() if name != "ended"}
+        super().__init__(reads, EpochProgress(start.epoch, start.samples, extras))
         self._epochs = epochs
 
     def start(self) -> None:

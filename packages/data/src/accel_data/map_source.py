@@ -187,19 +187,23 @@ class EpochSource:
         order = None if parts is None else _known_order(self.sampler.sampler, key)
         if parts is not None and order is not None:
             parts = parts.behind(start.skipped)
-            progress.samples = min(parts.start, parts.total)
+            progress.samples, progress.end = min(parts.start, parts.total), parts.end
             yield from parts.reads(order)
         else:
-            yield from self._asked(key, start, even, feed.lookahead)
+            yield from self._asked(key, start, even, feed.lookahead, progress)
 
-    def _asked(self, key: int, start: Start, even: bool, ahead: int) -> Iterator[IndexRead]:
+    def _asked(self, key: int, start: Start, even: bool, ahead: int, progress: EpochProgress) -> Iterator[IndexRead]:
         """The index reads of the user's sampler, from `start` on."""
         sampler = with_inner(self.sampler, lambda inner: seeded(inner, key, self.identity.seed))
         shard = self.batches(sampler, even)
         drawn = partial(drawn_apart, seed=key) if draws_globally(sampler) else None
         total = None if start.samples or start.skipped else length_of(shard)
         parts = islice(shard.rows(start.samples, drawn), start.skipped, None)
+        known = shard.parts(start.samples)
+        progress.end = None if known is None else known.end
         for (indices, rows, read), remaining in looked_ahead(parts, ahead, total):
+            if not remaining and (progress.end is None or even or not self.shard.index):  # lengths may be wrong
+                progress.end = read
             if self.batched:
                 yield indices, remaining, rows, read
             else:

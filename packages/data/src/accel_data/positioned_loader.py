@@ -125,6 +125,17 @@ class PositionedLoader(PreparedLoader):
         self._accel_source.epochs.set(epoch)
         self._accel_source.tell_epoch(epoch)
 
+    def restart_epoch(self) -> None:
+        """The next iteration is the whole epoch in which the loader stands, or the next if that has ended.
+
+        For loops that skip batches by themselves after `load_state`. Not a collective.
+        """
+        position = self._position()
+        if position.extras.get("ended"):
+            self._accel_source.restore(Start(position.epoch + 1))
+        elif position.samples:
+            self._accel_source.restore(position.at_beginning())
+
     def behind(self, batches: int) -> PositionedLoader:
         """A copy whose iterations leave out so many more of this rank's batches, from the start.
 

@@ -97,19 +97,18 @@ def refuse_unserved(asked: str, loader: DataLoader[Any], shard: Shard, presharde
     if shard.count == 1:
         return
     asked = f"{asked} was given a {type(loader).__name__} on {shard.count} data-parallel ranks"
-    sampler = loader.batch_sampler
-    if isinstance(sampler, BatchSamplerShard) and sampler.num_processes > 1:
-        raise ValueError(
-            f"{asked} with a BatchSamplerShard for {sampler.num_processes} processes: its part would be shared out again, and "
-            f"most samples never read. Give the loader the batch sampler inside it, or leave it out of prepare()."
-        )
-    inner = getattr(sampler, "sampler", None)
-    if isinstance(inner, DistributedSampler) and inner.num_replicas > 1:
-        raise ValueError(
-            f"{asked} with a DistributedSampler for {inner.num_replicas} replicas: its part would be sharded again, and "
-            f"most samples never read. Use shuffle={inner.shuffle} instead of the sampler, or leave the loader out of "
-            f"prepare()."
-        )
+    for sampler in _nested_samplers(index_sampler(loader)):
+        if isinstance(sampler, BatchSamplerShard) and sampler.num_processes > 1:
+            raise ValueError(
+                f"{asked} with a BatchSamplerShard for {sampler.num_processes} processes: its part would be shared out again, and "
+                f"most samples never read. Give the loader the batch sampler inside it, or leave it out of prepare()."
+            )
+        if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+            raise ValueError(
+                f"{asked} with a DistributedSampler for {sampler.num_replicas} replicas: its part would be sharded again, and "
+                f"most samples never read. Use shuffle={getattr(sampler, 'shuffle', True)} instead of the sampler, or leave the "
+                f"loader out of prepare()."
+            )
     split = getattr(getattr(loader.dataset, "_distributed", None), "world_size", 1)
     if type(split) is int and split > 1 and not presharded:
         raise ValueError(
@@ -117,11 +116,23 @@ def refuse_unserved(asked: str, loader: DataLoader[Any], shard: Shard, presharde
             f"most samples never read. Leave that call out; or say that every rank has a part of its own, by "
             f"DataLoaderConfiguration(presharded=True)."
         )
-    if loader.num_workers and not loader.in_order and not getattr(sampler, "drop_last", False):
+    if loader.num_workers and not loader.in_order and not getattr(loader.batch_sampler, "drop_last", False):
         raise ValueError(
             f"{asked} with in_order=False: a batch that was filled up to be even could not be told from the others. Use "
             f"in_order=True, or drop_last=True."
         )
+
+
+def _nested_samplers(sampler: Any) -> list[Any]:
+    """A sampler, and those that it takes its indices from; each once."""
+    found: list[Any] = []
+    waiting = [sampler]
+    while waiting:
+        each = waiting.pop()
+        if each is not None and not any(each is other for other in found):
+            found.append(each)
+            waiting += [getattr(each, "batch_sampler", None), getattr(each, "sampler", None)]
+    return found
 
 
 def _synchronise(rng_types: tuple[str, ...], generators: list[torch.Generator]) -> None:

@@ -55,6 +55,12 @@ class Parts:
         first = 0 if self.fills else self.index * self.part
         return (max(left - first, 0) + stride - 1) // stride
 
+    @property
+    def end(self) -> int:
+        """The samples that all ranks have read behind the last step."""
+        whole, stride = max(self.total - self.start, 0), self.part * self.count
+        return self.start + whole - (whole % stride if self.drop_last else 0)
+
     def real(self, step: int) -> int:
         """The number of real samples in the rank's part of a step."""
         first = self.start + (step * self.count + self.index) * self.part

@@ -10,7 +10,7 @@ from torch.utils.data import BatchSampler
 
 from accel_core import Rows, Shard, World
 from accel_core.api.loader import Positions, unmatched_message
-from accel_data.iterable_source import Fetched, StreamSource, inside
+from accel_data.iterable_source import Fetched, StreamSource, at_the_end, inside
 from accel_data.sample_count import Counting
 from accel_data.shard_arithmetic import piece_of
 from accel_data.uneven_streams import even_ends
@@ -43,7 +43,13 @@ def sharing_stream(loader: DataLoader[Any], request: Request) -> dict[str, Any]:
 
 
 class SharedStreamSource(StreamSource):
-    """The part of one rank of an iterable dataset that all ranks read, as `stream`."""
+    """The part of one rank of an iterable dataset that all ranks read, as `stream`.
+
+    An incomplete last step is filled from the first samples of the epoch. Where a dataset went on
+    from a state of its own they are not read again: then it is filled from the first samples behind
+    the state, so that the rows which metrics leave out, and training does not, are others than
+    those of a run that was not interrupted.
+    """
 
     inherits_state = False  # it would be that of one rank's part
 
@@ -122,15 +128,17 @@ class SharedStreamSource(StreamSource):
                 "the loop into `with accelerator.join_uneven_inputs([model])`, or use uneven='pad' or 'stop'."
             )
         policy: Uneven = "join" if feed.joining else self.uneven
-        read = 0
-        for fetched, is_real, following in even_ends(batches, policy, World.current(), self._group, feed.lookahead):
-            read = max(read, fetched.samples)
+        read, own = 0, Held(batches)
+        for fetched, is_real, following in even_ends(own, policy, World.current(), self._group, feed.lookahead):
             if is_real:
-                yield fetched, following
+                own.held -= 1
+                read = fetched.samples
+                yield at_the_end(fetched) if own.has_ended and not own.held else fetched, following
             else:
                 rows = None if fetched.rows is None else fetched.rows.rows
                 positions = None if fetched.positions is None else Positions(fetched.positions.first, 0)
-                yield Fetched(fetched.batch, Rows(rows, 0), read, {}, positions), following
+                extras = {"ranks": self.shard.count} if self.presharded else {}
+                yield Fetched(fetched.batch, Rows(rows, 0), read, extras, positions), following
 
     @property
     def _streams(self) -> int:
@@ -177,6 +185,21 @@ class SharedStreamSource(StreamSource):
             return None
         first = max(before, mark.skipped, self.stream.begun_behind) + self.shard.index * self.stream.part
         return Positions(first, rows.real)
+
+
+class Held:
+    """A rank's batches: how many are `held`, which is for the user to count down; and whether all have come."""
+
+    def __init__(self, batches: Iterator[Fetched]) -> None:
+        self._batches = batches
+        self.held = 0
+        self.has_ended = False
+
+    def __iter__(self) -> Iterator[Fetched]:
+        for fetched in self._batches:
+            self.held += 1
+            yield fetched
+        self.has_ended = True
 
 
 class Lanes:
