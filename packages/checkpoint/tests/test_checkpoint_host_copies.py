@@ -89,7 +89,7 @@ def test_small_tensors_are_waited_for_together_and_the_next_come_meanwhile(far):
 
 
 def test_nothing_is_on_its_way_into_memory_that_is_given_back(far):
-    parts = host_copies._parts_of([far.sent(torch.randn(2 * STAGED))])
+    parts = host_copies._numbered_parts([far.sent(torch.randn(2 * STAGED))])
     next(parts)
     assert far.log.count("arrived") == 1
     parts.close()

@@ -15,6 +15,7 @@ from torch import nn
 
 from accel_core import Accelerator, CheckpointError, LocalSGD, Precision, PrecisionPolicy, Single, World, hookimpl
 from accel_core.api.component import capture_random_state, restore_random_state
+from accel_core.api.diagnostics import run_and_feed
 from accel_testing import run_ranks
 
 
@@ -664,3 +665,44 @@ def test_a_run_with_uneven_inputs_goes_on_in_another_world(tmp_path):
 
 def test_every_kind_of_loop_goes_on_at_two_ranks(tmp_path):
     run_ranks(several, 2, str(tmp_path))
+
+
+class DrawsWhenAsked:
+    """As torchdata's loader, which begins its next epoch when it is asked for its state."""
+
+    def state_dict(self):
+        torch.rand(1)
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+def test_streams_are_saved_as_they_were_before_anything_is_asked_for_its_state(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(nn.Linear(1, 1))
+    run, _ = run_and_feed(accelerator)
+    run.prepared.loaders.append(DrawsWhenAsked())
+    before = torch.get_rng_state()
+    expected = torch.rand(3)
+    torch.set_rng_state(before)
+    accelerator.save_state(tmp_path)
+    accelerator.load_state(tmp_path)
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.filterwarnings("ignore:get_state and legacy:RuntimeWarning")  # numpy's own, which does not say what to do
+def test_a_global_stream_of_numpy_that_could_not_be_loaded_is_not_saved(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(nn.Linear(1, 1))
+    before = np.random.get_bit_generator()
+    np.random.set_bit_generator(np.random.PCG64(1))
+    try:
+        with pytest.raises(
+            CheckpointError, match=r"numpy's global random stream: .*set_bit_generator\(\) made it a PCG64\. Leave"
+        ):
+            accelerator.save_state(tmp_path)
+    finally:
+        np.random.set_bit_generator(before)
+    assert not list(tmp_path.iterdir())
+    accelerator.save_state(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import warnings
 from pathlib import Path
 
@@ -11,7 +12,15 @@ import torch
 from sharded_strategies import Rows
 from torch import nn
 
-from accel_core import Accelerator, CheckpointError, LocalSGD, ProjectConfiguration, World, load_checkpoint_in_model
+from accel_core import (
+    Accelerator,
+    CheckpointError,
+    CollectiveMismatchError,
+    LocalSGD,
+    ProjectConfiguration,
+    World,
+    load_checkpoint_in_model,
+)
 from accel_core.api.component import capture_random_state, restore_random_state
 from accel_testing import run_ranks
 
@@ -296,6 +305,69 @@ def refuse_on_each_node(root):
     with pytest.raises(CheckpointError) as caught:
         accelerator.save_state()
     return str(caught.value), [path.name for path in Path(project).rglob("*.json")]
+
+
+def missing_on_one_node(root):
+    """Rank 1 is a machine that came in for another one: its disk is empty."""
+    accelerator, *_ = on_two_nodes(root)
+    assert not accelerator.load_state(missing_ok=True), "the first start"
+    accelerator.save_state()
+    if accelerator.process_index == 1:
+        shutil.rmtree(f"{root}/node-1/checkpoints")
+    with pytest.raises(
+        CheckpointError, match=r"The newest checkpoint in .* was to be read, but it has none\. .*\(on rank 1\)"
+    ):
+        accelerator.load_state(missing_ok=True)
+    with pytest.raises(CollectiveMismatchError, match="load_state"):
+        accelerator.load_state(missing_ok=accelerator.process_index == 0)
+
+
+class TestAStartThatMayBeTheFirst:
+    @pytest.mark.parametrize("automatic", [False, True])
+    def test_a_run_resumes_if_there_is_something_and_begins_if_there_is_nothing(self, tmp_path, automatic):
+        folder = None if automatic else tmp_path / "a"
+        for expected in (0, 1, 2):
+            accelerator, model = started(tmp_path if automatic else None)
+            assert accelerator.load_state(folder, missing_ok=True) is (expected > 0)
+            assert model.weight.item() == expected
+            nn.init.constant_(model.weight, expected + 1)
+            accelerator.save_state(folder)
+        assert accelerator.load_state(folder) is True
+
+    def test_a_save_that_was_killed_is_nothing(self, tmp_path):
+        (tmp_path / "checkpoints" / "checkpoint_0" / f"data-{'0' * 16}").mkdir(parents=True)
+        accelerator, _ = started(tmp_path)
+        assert not accelerator.load_state(missing_ok=True)
+        assert not accelerator.load_state(tmp_path / "checkpoints" / "checkpoint_0", missing_ok=True)
+        (tmp_path / "checkpoints" / "notes.txt").write_text("mine")
+        assert not accelerator.load_state(tmp_path / "checkpoints", missing_ok=True), (
+            "files of the user's are no checkpoint"
+        )
+        assert accelerator.save_state().endswith("checkpoint_0")
+
+    @pytest.mark.parametrize("automatic", [False, True])
+    def test_what_is_damaged_or_of_another_library_is_something(self, tmp_path, automatic):
+        accelerator, _ = started(tmp_path)
+        folder = Path(accelerator.save_state())
+        (index,) = folder.glob("data-*/index.json")
+        index.unlink()
+        other, _ = started(tmp_path)
+        with pytest.raises(CheckpointError, match="index.json is missing"):
+            other.load_state(None if automatic else folder, missing_ok=True)
+        shutil.rmtree(folder)
+        folder.mkdir()
+        for name in (".metadata", "__0_0.distcp"):
+            (folder / name).touch()
+        with pytest.raises(CheckpointError, match="manifest"):
+            other.load_state(None if automatic else folder, missing_ok=True)
+
+    def test_a_folder_still_has_to_be_given(self):
+        accelerator, _ = started()
+        with pytest.raises(ValueError, match=r"load_state\(\) was called without a folder"):
+            accelerator.load_state(missing_ok=True)
+
+    def test_what_one_node_lacks_is_an_error_and_so_is_another_call_there(self, tmp_path):
+        run_ranks(missing_on_one_node, 2, str(tmp_path))
 
 
 class TestNodes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from accel_checkpoint.boxes import uncovered
 from accel_checkpoint.collective_steps import everywhere, exchange, located, portable
 from accel_checkpoint.deferred import data_of, is_deferred
+from accel_checkpoint.host_copies import parts_of
 from accel_core import CheckpointError
 from accel_core.api.checkpoint import memory_of
 from accel_core.api.layouts import Alias, Box, Elementwise, Entry, Opaque, Replicated, State
@@ -260,7 +260,7 @@ def _receive(entry: Elementwise, sources: Mapping[Box, int], target: torch.Tenso
         if rank == world.rank:
             target[box.slices].copy_(own[box].detach())
             continue
-        for portion in _portions(target[box.slices]):
+        for portion in parts_of(target[box.slices], BUFFER):
             place = _travelling(portion, world)
             _passed(dist.irecv, place, rank, world)
             _settle(portion, place)
@@ -271,7 +271,7 @@ def _send(entry: Elementwise, sources: Mapping[Box, int], world: World) -> None:
     own = {piece.box: piece.data for piece in entry.pieces}
     for box, rank in sources.items():
         if rank == world.rank:
-            for portion in _portions(own[box].detach()):
+            for portion in parts_of(own[box].detach(), BUFFER):
                 _passed(dist.isend, _travelling(portion, world, filled=True), 0, world)
 
 
@@ -282,7 +282,7 @@ def _broadcast(entry: Elementwise, sources: Mapping[Box, int], target: torch.Ten
         for box, rank in sources.items():
             if rank == world.rank:
                 target[box.slices].copy_(own[box].detach())
-            for portion in _portions(target[box.slices]) if world.size > 1 else ():
+            for portion in parts_of(target[box.slices], BUFFER) if world.size > 1 else ():
                 place = _travelling(portion, world, filled=rank == world.rank)
                 dist.broadcast(place, group=world.channel().group, group_src=rank)
                 if rank != world.rank:
@@ -294,19 +294,6 @@ def _passed(way: Callable[..., Any], content: torch.Tensor, peer: int, world: Wo
     # In a batch NCCL takes the communicator that the group has; alone, it would make one for each pair of ranks.
     for work in dist.batch_isend_irecv([dist.P2POp(way, content, group=world.channel().group, group_peer=peer)]):
         work.wait()
-
-
-def _portions(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Views of at most `BUFFER` bytes that cover a non-empty tensor; shape and dtype decide."""
-    limit = max(1, BUFFER // tensor.element_size())
-    sizes = tuple(tensor.shape)
-    if math.prod(sizes) <= limit:
-        yield tensor
-        return
-    dim = next(dim for dim in range(len(sizes)) if math.prod(sizes[dim + 1 :]) <= limit)
-    step = limit // math.prod(sizes[dim + 1 :])
-    for index in itertools.product(*map(range, sizes[:dim])):
-        yield from tensor[index].split(step)
 
 
 def _travelling(portion: torch.Tensor, world: World, *, filled: bool = False) -> torch.Tensor:

@@ -29,6 +29,7 @@ from accel_checkpoint.files.part_file import plain
 from accel_checkpoint.host_copies import Staging, copy, on_accelerator
 from accel_checkpoint.writing import Publication, Work, Written
 from accel_core import CheckpointError
+from accel_core.api.component import listed
 
 if TYPE_CHECKING:
     from accel_checkpoint.files.folder import Draft
@@ -257,7 +258,7 @@ class _Save:
         if self._changed:
             raise CheckpointError(
                 f"{len(self._changed)} tensors were changed while save_state(asynchronous='lazy') copied them, not by the step of a "
-                f"prepared optimizer: {', '.join(self._changed[:8])}. Change them after wait_for_checkpoint(), or save with "
+                f"prepared optimizer: {listed(self._changed)}. Change them after wait_for_checkpoint(), or save with "
                 f"asynchronous='eager'."
             )
         self._own.tensors = room

@@ -13,8 +13,9 @@ import torch
 from accel_checkpoint.background import Background, Mode
 from accel_checkpoint.collective_steps import everywhere, on_main_rank
 from accel_checkpoint.files import retention
+from accel_checkpoint.importing.opened import holds_none
 from accel_checkpoint.loading import load
-from accel_checkpoint.record import set_up, whereabouts
+from accel_checkpoint.record import set_up
 from accel_checkpoint.run_state import stateful
 from accel_checkpoint.saving import SaveRequest, save
 from accel_core import CheckpointError
@@ -69,7 +70,6 @@ class Checkpoints:
         folder = self._folder_to_save(output_dir)
         record = {
             **self._set_up,
-            **whereabouts(self._run.prepared, self._run.accumulation),
             "iteration": self._project.iteration if automatic else None,
             "tracking": self._tracking(),
         }
@@ -83,11 +83,13 @@ class Checkpoints:
         return str(folder)
 
     @torch.inference_mode(False)  # an optimizer could not go on with a state of such tensors
-    def load(self, input_dir: str | os.PathLike[str] | None) -> None:
-        """Restores a run. A collective."""
+    def load(self, input_dir: str | os.PathLike[str] | None, missing_ok: bool = False) -> bool:
+        """Restores a run, and returns whether there was a checkpoint. A collective."""
         world = self._run.world
-        world.arrive("load_state()")
+        world.arrive("load_state(missing_ok=True)" if missing_ok else "load_state()")
         self.wait()
+        if missing_ok and all(everywhere(world, "to look for a checkpoint", lambda: self._is_missing(input_dir))):
+            return False
         folder = self._folder_to_load(input_dir)
         record = load(self._run, folder, tuple(self._run.load_hooks.values()))
         self._recorded = record.get("tracking", ())
@@ -98,6 +100,7 @@ class Checkpoints:
         ):
             self._known = True
             self._project.iteration = self._next_number(record)
+        return True
 
     def _tracking(self) -> Sequence[Any]:
         """The tracking state by rank: the main process's, or a collective if every rank records."""
@@ -159,6 +162,13 @@ class Checkpoints:
             number = min(found)
             return self._root() / retention.name(number)  # which is another folder on each node, perhaps
         return on_main_rank(self._run.world, lambda: retention.newest(self._root()))
+
+    def _is_missing(self, input_dir: str | os.PathLike[str] | None) -> bool:
+        """Whether no save was ever finished where this rank would load from, ours or another library's."""
+        if input_dir is not None:
+            return holds_none(Path(input_dir))
+        root = self._root() if self._project.automatic_checkpoint_naming else None
+        return root is not None and all(holds_none(root / retention.name(each)) for each in retention.numbers(root))
 
     def _enforce_limit(self, folder: Path) -> None:
         if self._project.total_limit is not None:

@@ -45,9 +45,9 @@ class NeutralCheckpoints:
         return self._of(run).save(folder, asynchronous)
 
     @hookimpl
-    def load_checkpoint(self, run: Run, folder: str | os.PathLike[str] | None) -> None:
-        """Restores the run, or changes nothing."""
-        self._of(run).load(folder)
+    def load_checkpoint(self, run: Run, folder: str | os.PathLike[str] | None, missing_ok: bool = False) -> bool:
+        """Restores the run, or changes nothing. Returns whether there was a checkpoint."""
+        return self._of(run).load(folder, missing_ok)
 
     @hookimpl
     def wait_for_checkpoint(self, run: Run) -> None:

@@ -94,11 +94,11 @@ def contents(tensors: Sequence[torch.Tensor]) -> Iterator[Iterator[memoryview]]:
     In contiguous CPU memory they are the tensor's own, else copies: of `STAGED` bytes from an
     accelerator, twice, for the next ones come while these are used.
     """
-    for _, parts in groupby(_parts_of(tensors), itemgetter(0)):
+    for _, parts in groupby(_numbered_parts(tensors), itemgetter(0)):
         yield (data for _, data in parts)
 
 
-def _parts_of(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, memoryview]]:
+def _numbered_parts(tensors: Sequence[torch.Tensor]) -> Iterator[tuple[int, memoryview]]:
     """Parts, each with the number of its tensor, of which every one has at least one."""
     here: list[tuple[int, torch.Tensor]] = []
     events: list[torch.Event] = []
@@ -122,7 +122,7 @@ def _loads(tensors: Sequence[torch.Tensor]) -> Iterator[list[tuple[int, torch.Te
     load: list[tuple[int, torch.Tensor]] = []
     filled = 0
     for index, tensor in enumerate(tensors):
-        for part in _parts(bits(tensor), STAGED) if on_accelerator(tensor) else (tensor,):
+        for part in parts_of(bits(tensor), STAGED) if on_accelerator(tensor) else (tensor,):
             size = _aligned(part.nbytes) if on_accelerator(tensor) else 0
             if load and filled + size > STAGED:
                 yield load
@@ -151,11 +151,11 @@ def _in_memory(tensor: torch.Tensor) -> Iterator[memoryview]:
         yield memory(tensor) if tensor.numel() else memoryview(b"")
         return
     staging = torch.empty(min(BLOCK, tensor.nbytes), dtype=torch.uint8)
-    for part in _parts(bits(tensor), BLOCK):
+    for part in parts_of(bits(tensor), BLOCK):
         yield memory(_view(staging, 0, part).copy_(part))
 
 
-def _parts(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
+def parts_of(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
     """Views of at most `limit` bytes that follow each other in row-major order."""
     if tensor.nbytes <= limit:
         yield tensor
@@ -165,7 +165,7 @@ def _parts(tensor: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:
         if rows:
             yield tensor[begin : begin + rows]
         else:
-            yield from _parts(tensor[begin], limit)
+            yield from parts_of(tensor[begin], limit)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

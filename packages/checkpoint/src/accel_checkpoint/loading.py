@@ -39,10 +39,10 @@ from accel_checkpoint.run_state import (
     stateful,
     within,
 )
-from accel_checkpoint.words import LINES, listed, quoted
+from accel_checkpoint.words import LINES, quoted
 from accel_core import CheckpointError, CollectiveMismatchError
 from accel_core.api.checkpoint import TORCH_STREAM, Run, begin_random_state, has_state, memory_of
-from accel_core.api.component import derive_seed, restore_random_state
+from accel_core.api.component import derive_seed, listed, restore_random_state
 from accel_core.api.layouts import Alias, Elementwise, Entry, Opaque, Partial
 
 if TYPE_CHECKING:
@@ -60,14 +60,15 @@ def load(run: Run, folder: Path, hooks: Sequence[LoadHook]) -> dict[str, Any]:
     world = run.world
     checkpoint = on_each_rank(world, "to have opened the checkpoint", lambda: open_to_load(folder, world.device))
     with checkpoint:
-        identities = everywhere(world, "to compare checkpoints", lambda: checkpoint.manifest.id)
+        compared = everywhere(world, "to compare checkpoints", lambda: (checkpoint.manifest.id, run.layout.shard.index))
+        identities, shards = [identity for identity, _ in compared], [shard for _, shard in compared]
         if len(set(identities)) > 1:
             raise CheckpointError(
                 f"load_state() found another checkpoint on each rank ({', '.join(identities)}): the folder is not shared, or a save replaced "
                 f"it."
             )
         left = _run_hooks(run, folder, hooks)
-        restoring = _Restoring(run, checkpoint, left)
+        restoring = _Restoring(run, checkpoint, left, shards)
         misfits = everywhere(world, "to compare what is prepared", restoring.misfits)
         _raise_misfits(checkpoint.folder, misfits)
         if world.is_main:
@@ -121,13 +122,15 @@ def _call_hooks(run: Run, folder: Path, hooks: Sequence[LoadHook]) -> list[int]:
 
 
 class _Restoring:
-    """One load into one run; `left` are the models that a hook has loaded."""
+    """One load into one run; `left` are the models that a hook has loaded, `shards` the data shards by rank."""
 
-    def __init__(self, run: Run, checkpoint: Checkpoint, left: Sequence[int]) -> None:
+    def __init__(self, run: Run, checkpoint: Checkpoint, left: Sequence[int], shards: Sequence[int]) -> None:
         self._run = run
         self._checkpoint = checkpoint
         self._left = left
         self._place = run.world.rank, run.world.size
+        self._shards = shards
+        self._source_of_streams: int | None = None
         self._states: dict[int, dict[str, Entry]] = {}
         self._jobs: list[Job] = []  # by which the models are read
         self._optimizers: list[SavedState] = []
@@ -166,13 +169,8 @@ class _Restoring:
         yield from self._misfits_of_loaders()
         yield from self._misfits_of_window()
         if RANDOM not in self._checkpoint.absent:
-            self._objects[RANDOM] = self._checkpoint.object_of(RANDOM, self._source_of_streams)
-
-    @property
-    def _source_of_streams(self) -> int:
-        """The rank that saved the random streams which this one goes on from."""
-        rank, _ = self._place
-        return rank if rank < self._checkpoint.world_size else 0
+            self._source_of_streams = _rank_to_follow(self._checkpoint, self._run.world.rank, self._shards)
+            self._objects[RANDOM] = self._checkpoint.object_of(RANDOM, self._source_of_streams or 0)
 
     def restore(self) -> None:
         """Restores everything, step by step on all ranks."""
@@ -391,15 +389,27 @@ class _Restoring:
             self._restore_streams(state["total_backwards"])
 
     def _restore_streams(self, step: int) -> None:
-        rank, saved = self._run.world.rank, self._objects[RANDOM]
-        if rank < self._checkpoint.world_size:
+        saved = self._objects[RANDOM]
+        if self._source_of_streams is not None:
             restore_random_state(saved, self._run.world.device)
         else:
-            seed = self._run.seed()
+            seed = self._run.prepared.seed
             if seed is None:  # no loader was prepared: the run has no seed but where rank 0 stood
                 seed = derive_seed(_RESUMED, *saved[TORCH_STREAM][:16].tolist())
-            begin_random_state(seed, rank, step, self._run.world.device)
+            begin_random_state(seed, self._run.layout.shard.index, step, self._run.world.device)
         self._run.strategy.load_random_state(saved.get(ENGINE), step)
+
+
+def _rank_to_follow(checkpoint: Checkpoint, rank: int, shards: Sequence[int]) -> int | None:
+    """The rank that saved the random streams which `rank` goes on from; None: it begins its own.
+
+    It is `rank` itself where the ranks share the data as they did. Elsewhere ranks that compute on
+    the same data, tensor-parallel peers, go on alike: they draw dropout for one activation.
+    """
+    saved = checkpoint.manifest.record.get("shards") or list(range(checkpoint.world_size))
+    if saved == shards:
+        return rank
+    return saved.index(shards[rank]) if shards[rank] in saved else None
 
 
 def _refusal(unit: str, each: Any, error: Exception) -> str:

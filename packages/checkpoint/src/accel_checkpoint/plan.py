@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeVar
 
 from accel_checkpoint.boxes import uncovered, uncovered_part
-from accel_checkpoint.words import LINES, listed
+from accel_checkpoint.words import LINES
 from accel_core import CheckpointError
 from accel_core.api.checkpoint import WHOLE
+from accel_core.api.component import listed
 from accel_core.api.layouts import Box, Elementwise, Opaque, Partial, Replicated
 
 T = TypeVar("T")
@@ -84,20 +85,11 @@ def plan(descriptions: Sequence[Description], members: Sequence[int] | None = No
         for name, claim in description.items():
             presented.setdefault(name, {})[rank] = claim
     _check_all(presented, len(descriptions), None if members is None else ranks)
-    if len(descriptions) == 1:
-        return [[task for name, claim in descriptions[0].items() for task in _alone(name, claim)]]
     items = [item for name, claims in presented.items() for item in _items(name, _among(claims, ranks))]
     tasks: list[list[Task]] = [[] for _ in descriptions]
     for item, owner in zip(items, _owners(items, len(descriptions)), strict=True):
         tasks[owner].append(item.task)
     return tasks
-
-
-def _alone(name: str, claim: Claim) -> list[Task]:
-    """The tasks of a name in a world of one: all that the only rank presents."""
-    if claim.kind != "elementwise":
-        return [Task(name, None, {"partial": "rank 0", "opaque": claim.part}.get(claim.kind, WHOLE))]
-    return [Task(name, box, WHOLE) for box in dict.fromkeys(claim.boxes) if not box.is_empty]
 
 
 def _among(claims: _Claims, ranks: Sequence[int]) -> _Claims:

@@ -41,9 +41,6 @@ class Reader(Protocol):
     def tensor(self, key: str) -> torch.Tensor:
         """A new CPU tensor."""
 
-    def read(self, key: str, out: torch.Tensor, cast: bool = False) -> None:
-        """Fills a tensor with all of one."""
-
     def read_box(self, key: str, source: Box, out: torch.Tensor, cast: bool = False) -> None:
         """Fills a tensor with a region of one."""
 
@@ -215,7 +212,10 @@ class Checkpoint:
         parts: Sequence[Mapping[str, Any]] = self.index.tensors[name]["parts"]
         if len(parts) == ranks:
             (own,) = (part for part in parts if part["rank"] == rank)
-            self.reader(own["file"]).read(own["key"], out, cast=True)  # who keeps gradients says in which dtype
+            whole = Box.whole(tuple(out.shape))
+            self.reader(own["file"]).read_box(
+                own["key"], whole, out, cast=True
+            )  # who keeps gradients says in which dtype
             return
         total = torch.zeros_like(out)
         for part in parts:

@@ -1,6 +1,7 @@
 """Record in a manifest of the run that saved a checkpoint: for people, and for messages.
 
-Nothing of the training is restored from it. Trackers go on with the run that it names.
+Of the training, it says by `shards` whose random streams a rank takes. Trackers go on with the run
+that it names.
 """
 
 from __future__ import annotations
@@ -41,16 +42,15 @@ def set_up(world: World, explanation: Explanation) -> dict[str, Any]:
     return {**versions, "world": world_of, "components": explained["parts"], "options": explained["settings"]}
 
 
-def whereabouts(prepared: Prepared, accumulation: Accumulation) -> dict[str, Any]:
-    """The progress of a run, as JSON: backwards, the window, and the positions of loaders."""
+def whereabouts(prepared: Prepared, accumulation: Accumulation, objects: Mapping[str, Any]) -> dict[str, Any]:
+    """The progress of a run, as JSON: backwards, the window, and positions of loaders, by states."""
     window = {"open": accumulation.open, "position": accumulation.position, "steps": accumulation.steps}
-    positions = [_position(loader) for loader in prepared.loaders]
+    positions = [_position(loader, objects[f"loader.{number}"]) for number, loader in enumerate(prepared.loaders)]
     return {"backwards": accumulation.total_backwards, "window": window, "positions": positions}
 
 
-def _position(loader: Any) -> dict[str, int | None] | None:
+def _position(loader: Any, state: Any) -> dict[str, int | None] | None:
     """Epoch and samples, of a loader that says them, and the rows of a batch over all ranks."""
-    state = loader.state_dict() if callable(getattr(loader, "state_dict", None)) else {}
     names = ("seed", "epoch", "samples")
     if not all(type(state.get(name)) is int for name in names):
         return None

@@ -12,7 +12,7 @@ random                       the random streams of each rank
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +56,12 @@ def collect(run: Run, leave_out: Sequence[int] = ()) -> Content:
     """The content of this rank, but for the models that a user's hook saves. No collective."""
     content = Content()
     # First, for what is asked for its state may draw: torchdata's loader begins its next epoch.
-    content.objects[RANDOM] = {ENGINE: run.strategy.random_state(), **capture_random_state(run.world.device)}
+    streams = content.objects[RANDOM] = {ENGINE: run.strategy.random_state(), **capture_random_state(run.world.device)}
+    if isinstance(streams.get("numpy"), Mapping):  # of MT19937 it is a tuple
+        raise CheckpointError(
+            f"save_state() cannot save numpy's global random stream: numpy.random.set_bit_generator() made it a "
+            f"{streams['numpy']['bit_generator']}. Leave it as it was, and draw from one of your own, numpy.random.Generator(...)."
+        )
     for number in range(len(run.models())):
         if number not in leave_out:
             content.state.update(within(f"{MODEL}.{number}", run.model_state(number)))

@@ -27,6 +27,7 @@ from accel_checkpoint.background import Job
 from accel_checkpoint.collective_steps import everywhere, exchange, on_each_rank, on_main_rank
 from accel_checkpoint.files.folder import Draft
 from accel_checkpoint.plan import plan
+from accel_checkpoint.record import whereabouts
 from accel_checkpoint.run_state import MODEL, Content, check_moment, collect, pending_gradients
 from accel_checkpoint.words import LINES
 from accel_checkpoint.writing import Portrait, Publication, Work, encode_objects, file_name, firsts, keep, portray
@@ -63,14 +64,15 @@ def save(run: Run, request: SaveRequest, background: Background) -> None:
     if request.mode == "lazy" and run.world.size == 1 and on_cpu and not request.hooks:
         _save_lazily_alone(run, request, background)
         return
-    hooked = _compare_calls(run, request)
+    hooked, shards = _compare_calls(run, request)
     members = _members(run, request.each_node)
     draft = _begin(run, request, members)
     publishes = run.world.rank == members[0]
     try:
         left = _run_hooks(run, request) if hooked else []
-        work, portraits = _agree(run, draft, members, left)
-        publication = Publication(draft, _record(run, request, left), portraits, request.published)
+        work, portraits, content = _agree(run, draft, members, left)
+        record = _record(run, request, left, shards, content)
+        publication = Publication(draft, record, portraits, request.published)
         if request.mode is not None:
             mode = request.mode
             start = partial(background.start, work, draft.data, publication if publishes else None, members, mode)
@@ -96,16 +98,11 @@ def _save_lazily_alone(run: Run, request: SaveRequest, background: Background) -
         content.state.update(pending_gradients(run) if pending else {})
         encoded = encode_objects(content)
         keep(content, encoded)
-        record = _record(run, request, ())
+        record = _record(run, request, (), [run.layout.shard.index], content)
 
         def prepare() -> Job:
             portraits = [portray(content, encoded)]
-            (tasks,) = plan([portraits[0].claims])
-            work = Work(file_name(0))
-            for task in tasks:
-                work.add_task(task, content)
-            for unit, value in encoded.items():
-                work.add_object(unit, "all", value)
+            work = _work_of(0, [0], portraits, content, {0: encoded})
             return Job(work, Publication(draft, record, portraits, request.published))
 
         background.start_alone(prepare, draft)
@@ -114,16 +111,19 @@ def _save_lazily_alone(run: Run, request: SaveRequest, background: Background) -
         raise
 
 
-def _record(run: Run, request: SaveRequest, left: Sequence[int]) -> dict[str, Any]:
+def _record(
+    run: Run, request: SaveRequest, left: Sequence[int], shards: Sequence[int], content: Content
+) -> dict[str, Any]:
     models = {"models": len(run.models()), "left_to_hooks": [f"{MODEL}.{number}" for number in left]}
-    return {**request.record, **models}
+    stands = whereabouts(run.prepared, run.accumulation, content.objects)
+    return {**request.record, **stands, "shards": shards, **models}
 
 
-def _compare_calls(run: Run, request: SaveRequest) -> bool:
-    """Raises if the ranks save into different folders. Returns whether any of them has hooks."""
-    calls = exchange(run.world, "to begin a save", (request.each_node, str(request.folder), len(request.hooks)))
-    folders = [folder for _, folder, _ in calls]
-    if len({each_node for each_node, _, _ in calls}) > 1:
+def _compare_calls(run: Run, request: SaveRequest) -> tuple[bool, list[int]]:
+    """Raises if the ranks save into different folders. Returns whether any has hooks; data shards."""
+    own = (request.each_node, str(request.folder), bool(request.hooks), run.layout.shard.index)
+    each_node, folders, hooked, shards = map(list, zip(*exchange(run.world, "to begin a save", own), strict=True))
+    if len(set(each_node)) > 1:
         raise CheckpointError(
             "save_state() was called with save_on_each_node=True on some ranks, and without it on others. Give every rank the same "
             "ProjectConfiguration."
@@ -133,7 +133,7 @@ def _compare_calls(run: Run, request: SaveRequest) -> bool:
             f"save_state() was given another folder on each rank: {', '.join(folders)}. Give all of them the same one: a time in its "
             f"name is best taken by the main process, and broadcast."
         )
-    return any(hooks for _, _, hooks in calls)
+    return any(hooked), shards
 
 
 def _members(run: Run, each_node: bool) -> list[int]:
@@ -199,8 +199,8 @@ def _call_hooks(request: SaveRequest, models: list[nn.Module], weights: list[Map
         )
 
 
-def _agree(run: Run, draft: Draft, members: Sequence[int], left: Sequence[int]) -> tuple[Work, list[Portrait]]:
-    """The work of this rank, and the portraits of all ranks. A collective."""
+def _agree(run: Run, draft: Draft, members: Sequence[int], left: Sequence[int]) -> tuple[Work, list[Portrait], Content]:
+    """The work of this rank, the portraits of all ranks, and its content. A collective."""
     found: list[tuple[Content, dict[str, Encoded]]] = []
     windows = everywhere(run.world, "to compare windows", lambda: _window(run))
     positions = [position for position, _ in windows]
@@ -222,25 +222,36 @@ def _agree(run: Run, draft: Draft, members: Sequence[int], left: Sequence[int]) 
     portraits = everywhere(run.world, "to know what all have", portrait)
     _check_units(portraits)
     content, encoded = found[0]
-    everyone = len(members) == run.world.size
-    tasks = plan([each.claims for each in portraits], None if everyone else members)[run.world.rank]
-    encodings = {run.world.rank: encoded} if everyone else dict(enumerate(gather_objects([encoded], run.world)))
+    rank, everyone = run.world.rank, len(members) == run.world.size
+    encodings = {rank: encoded} if everyone else dict(enumerate(gather_objects([encoded], run.world)))
+    work = partial(_work_of, rank, members, portraits, content, encodings)
+    return on_each_rank(run.world, "to begin writing", work), portraits, content
 
-    def work() -> Work:
-        mine = Work(file_name(run.world.rank))
-        for task in tasks:
-            mine.add_task(task, content)
-        for unit, groups in firsts(portraits, range(run.world.size)).items():
-            for first, ranks in groups.items():
-                holders = range(run.world.size) if ranks == "all" else ranks
-                writer = next((rank for rank in members if rank in holders), members[0])
-                if writer == run.world.rank:
-                    # On another node, one rank writes for several, whose tensors have the same names.
-                    owner, prefix = (writer, "") if writer in holders else (first, f"{unit} of rank {first}")
-                    mine.add_object(unit, ranks, encodings.get(owner, encoded)[unit], prefix)
-        return mine
 
-    return on_each_rank(run.world, "to begin writing", work), portraits
+def _work_of(
+    rank: int,
+    members: Sequence[int],
+    portraits: Sequence[Portrait],
+    content: Content,
+    encodings: Mapping[int, Mapping[str, Encoded]],
+) -> Work:
+    """The part of one of the `members`, who write all that the ranks have portrayed. No collective.
+
+    `encodings` are the encoded objects by rank: its own, and others' where it writes these too.
+    """
+    ranks, mine = range(len(portraits)), Work(file_name(rank))
+    everyone = len(members) == len(ranks)
+    for task in plan([each.claims for each in portraits], None if everyone else members)[rank]:
+        mine.add_task(task, content)
+    for unit, groups in firsts(portraits, ranks).items():
+        for first, named in groups.items():
+            holders = ranks if named == "all" else named
+            writer = next((member for member in members if member in holders), members[0])
+            if writer == rank:
+                # On another node, one rank writes for several, whose tensors have the same names.
+                owner, prefix = (rank, "") if rank in holders else (first, f"{unit} of rank {first}")
+                mine.add_object(unit, named, encodings[owner][unit], prefix)
+    return mine
 
 
 def _window(run: Run) -> tuple[int, bool]:

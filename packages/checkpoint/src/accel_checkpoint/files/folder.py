@@ -158,14 +158,14 @@ def _check_place(folder: Path) -> set[str] | None:
     if found.kind == "damaged":
         return None
     if found.kind == "unfinished":
-        foreign = _foreign(os.listdir(folder))
+        foreign = foreign_files(os.listdir(folder))
         if foreign is None:
             return set()
         found = Flaw("foreign", f"holds a checkpoint of another library: {foreign}")
     raise CheckpointError(f"A checkpoint was to be saved in {folder}, but it {found.found}. Save into another folder.")
 
 
-def _foreign(names: Iterable[str]) -> str | None:
+def foreign_files(names: Iterable[str]) -> str | None:
     """The files by which the checkpoint of another library is known."""
     for patterns in _FOREIGN:
         found = [next((name for name in sorted(names) if re.fullmatch(pattern, name)), None) for pattern in patterns]

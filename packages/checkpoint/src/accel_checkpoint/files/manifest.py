@@ -23,9 +23,8 @@ from xxhash import xxh3_128_hexdigest
 from accel_checkpoint.files.disk import failing_with, new_file, read_file, removed_on_failure, sync_folder
 from accel_checkpoint.files.stored import is_hash, is_size
 from accel_checkpoint.weights.tensor_files import temporary_for
-from accel_checkpoint.words import listed
 from accel_core import CheckpointError
-from accel_core.api.component import how_to_install
+from accel_core.api.component import how_to_install, listed
 
 NAME = "manifest.json"
 FORMAT = "accel-checkpoint"

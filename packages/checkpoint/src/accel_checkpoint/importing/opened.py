@@ -7,6 +7,7 @@ is changed.
 from __future__ import annotations
 
 import json
+import os
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,17 +15,18 @@ from typing import TYPE_CHECKING
 import torch
 import xxhash
 
-from accel_checkpoint.files.manifest import NAME, FileRecord, Manifest
+from accel_checkpoint.files.folder import foreign_files
+from accel_checkpoint.files.manifest import NAME, FileRecord, Manifest, unseal
 from accel_checkpoint.importing.foreign import record_of, work_of
 from accel_checkpoint.reading import Checkpoint
 from accel_checkpoint.writing import index_of
 from accel_core.api.launcher import Group, find, list_offers
-from accel_core.api.layouts import Box
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from accel_checkpoint.importing.foreign import ForeignCheckpoint, Importer
+    from accel_core.api.layouts import Box
 
 GROUP: Group = "accel.importers"
 
@@ -36,6 +38,14 @@ def open_to_load(folder: Path, device: torch.device) -> Checkpoint:
         if foreign is not None:
             return OpenedForeign(folder, foreign, device)
     return Checkpoint(folder, device)
+
+
+def holds_none(folder: Path) -> bool:
+    """Whether no save was finished in a folder, by us or another library. It need not exist."""
+    found = unseal(folder)
+    if isinstance(found, Manifest) or found.kind not in {"absent", "unfinished"}:
+        return False
+    return found.kind == "absent" or (foreign_files(os.listdir(folder)) is None and find_foreign(folder) is None)
 
 
 def find_foreign(folder: Path, optimizer: str | None = None) -> ForeignCheckpoint | None:
@@ -79,10 +89,6 @@ class _TensorReader:
     def tensor(self, key: str) -> torch.Tensor:
         """A copy."""
         return self._tensors[key].clone()
-
-    def read(self, key: str, out: torch.Tensor, cast: bool = False) -> None:
-        """All of a tensor."""
-        self.read_box(key, Box.whole(tuple(self._tensors[key].shape)), out, cast)
 
     @torch.no_grad()
     def read_box(self, key: str, source: Box, out: torch.Tensor, cast: bool = False) -> None:

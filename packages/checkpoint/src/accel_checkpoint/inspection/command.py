@@ -15,14 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from accel_checkpoint.files import manifest as manifests
 from accel_checkpoint.files import retention
 from accel_checkpoint.files.index import Index
 from accel_checkpoint.files.manifest import Manifest, read_manifest
 from accel_checkpoint.files.part_file import PartReader
-from accel_checkpoint.files.stored import DTYPES
 from accel_core import CheckpointError
 from accel_core.api.checkpoint import format_table
 
@@ -160,17 +157,10 @@ def verify(folder: Path, report: Report | None = None) -> list[Damage]:
         try:
             with PartReader(data / name, stored) as reader:
                 for key in stored.tensors:
-                    _read(reader, key)
+                    reader.tensor(key)  # which verifies every block
         except (CheckpointError, OSError) as error:
             damaged.append(Damage(str(data / name), str(error)))
     return damaged
-
-
-def _read(reader: PartReader, key: str) -> None:
-    """Reads a tensor of a file, and with it verifies every block."""
-    stored = reader.stored.tensors[key]
-    bits = torch.empty((*stored.shape, stored.itemsize), dtype=torch.uint8)
-    reader.read(key, bits.view(DTYPES[stored.dtype]).view(stored.shape))
 
 
 def _verified(folder: Path) -> _Answer:

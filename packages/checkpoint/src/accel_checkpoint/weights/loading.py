@@ -14,16 +14,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from accel_checkpoint.weights.sources import CALL, Stored, stored_in, words_for
+from accel_checkpoint.weights.sources import CALL, Stored, stored_in
 from accel_checkpoint.weights.weight_targets import Slot, check_memory, moved, slots_in, slots_of, unwrapped
-from accel_checkpoint.words import listed
 from accel_core import CheckpointError
 from accel_core.api.checkpoint import PLACEMENT, find_default
+from accel_core.api.component import listed
 from accel_core.api.layouts import Box
 
 if TYPE_CHECKING:
@@ -68,39 +68,25 @@ def load_checkpoint_in_model(
     """
     if offload_8bit_bnb:
         raise ValueError(f"{CALL} was asked for offload_8bit_bnb=True, but 8-bit weights stay in memory. Leave it out.")
-    if asked := _asked(full_state_dict=(full_state_dict, True), broadcast_from_rank0=(broadcast_from_rank0, False)):
+    refused = {"full_state_dict=False": not full_state_dict, "broadcast_from_rank0=True": broadcast_from_rank0}
+    if asked := " and ".join(text for text, given in refused.items() if given):
         raise ValueError(f"{CALL} was asked for {asked}, but every rank reads what it has by itself. Leave it out.")
     inner = unwrapped(model)
     declared: Callable[[], State] | None = getattr(inner, "accel_state", None)
-    offloading = {
-        "offload_folder": (offload_folder, None),
-        "offload_state_dict": (offload_state_dict, False),
-        "offload_buffers": (offload_buffers, False),
-    }
+    offloading: dict[str, Any] = {
+        "offload_folder": offload_folder, "offload_state_dict": offload_state_dict, "offload_buffers": offload_buffers,
+    }  # fmt: skip
+    dtypes: dict[str, Any] = {"dtype": dtype, "keep_in_fp32_modules": keep_in_fp32_modules}
     if declared is not None:
-        if asked := _asked(
-            device_map=(device_map, None),
-            dtype=(dtype, None),
-            keep_in_fp32_modules=(keep_in_fp32_modules, None),
-            **offloading,
-        ):
+        if asked := _asked(device_map=device_map, **dtypes, **offloading):
             raise ValueError(
                 f"{CALL} was asked for {asked}, but this model is cut into shards, which stay where they are and as they are. Choose dtypes "
                 f"before prepare(), or by mixed_precision=."
             )
         slots = slots_of(declared())
-    elif asked := _asked(device_map=(_several(device_map), None), **offloading):
-        options = {name: value for name, (value, _) in offloading.items()}
+    elif asked := _asked(device_map=_several(device_map), **offloading):
         place = find_default(*PLACEMENT, f"{CALL} with {asked}").load()
-        place(
-            inner,
-            checkpoint,
-            device_map=device_map,
-            dtype=dtype,
-            keep_in_fp32_modules=keep_in_fp32_modules,
-            strict=strict,
-            **options,
-        )
+        place(inner, checkpoint, device_map=device_map, strict=strict, **dtypes, **offloading)
         return
     else:
         check_memory(inner)
@@ -198,20 +184,14 @@ def _compare(slots: Sequence[Slot], stored: Mapping[str, Stored]) -> _Misfits:
             misfits.missing.append(slot.names[0])
         fitting: list[Stored] = []
         for name in found:
-            words = _difference(slot, stored[name]) or _contradiction(fitting, stored[name])
+            words = (
+                slot.obstacle or stored[name].misfit(slot.dtype, slot.shape) or _contradiction(fitting, stored[name])
+            )
             if words is None:
                 fitting.append(stored[name])
             else:
                 misfits.different[name] = words
     return misfits
-
-
-def _difference(slot: Slot, stored: Stored) -> str | None:
-    if slot.obstacle is not None:
-        return slot.obstacle
-    if stored.obstacle or slot.shape != stored.shape or _kind(slot.dtype) != _kind(stored.dtype):
-        return f"{stored.words} in the file, {words_for(slot.dtype, slot.shape)} in the model"
-    return None
 
 
 def _contradiction(tied: Sequence[Stored], stored: Stored) -> str | None:
@@ -242,13 +222,6 @@ def _bytes_of(stored: Stored, box: Box) -> torch.Tensor:
     value = torch.empty(box.sizes, dtype=stored.dtype)
     stored.read_box(box, value)
     return value.view(-1).view(torch.uint8)
-
-
-def _kind(dtype: torch.dtype | None) -> str:
-    """Values of one kind can be cast to each other as training does."""
-    if dtype is None or dtype is torch.bool:
-        return str(dtype)
-    return "complex" if dtype.is_complex else "floating" if dtype.is_floating_point else "integer"
 
 
 @torch.no_grad()
@@ -282,9 +255,9 @@ def _cast(tensors: Sequence[torch.Tensor], dtype: torch.dtype | None) -> None:
             tensor.grad = gradient.to(dtype)
 
 
-def _asked(**given: tuple[object, object]) -> str:
-    """The options whose value is another than the usual one, which stands behind it, as text."""
-    return " and ".join(f"{name}={value!r}" for name, (value, usual) in given.items() if value not in (None, usual))
+def _asked(**given: object) -> str:
+    """The options that were given, as text."""
+    return " and ".join(f"{name}={value!r}" for name, value in given.items() if value not in (None, False))
 
 
 def _several(device_map: Mapping[str, int | str | torch.device] | str | None) -> object:

@@ -27,8 +27,9 @@ from accel_checkpoint.plan import StoredBoxes
 from accel_checkpoint.reading import Checkpoint
 from accel_checkpoint.run_state import MODEL
 from accel_checkpoint.weights.safetensors_file import DTYPES, SafetensorsFile
-from accel_checkpoint.words import listed
+from accel_checkpoint.weights.tensor_files import storage_key
 from accel_core import CheckpointError
+from accel_core.api.component import listed
 from accel_core.api.layouts import Box
 
 CALL = "load_checkpoint_in_model()"  # for whom the files are read, in messages
@@ -50,6 +51,12 @@ class Stored(NamedTuple):
     def words(self) -> str:
         """The tensor in a message: its obstacle, or else its dtype and shape."""
         return self.obstacle or words_for(self.dtype, self.shape)
+
+    def misfit(self, dtype: torch.dtype | None, shape: tuple[int, ...]) -> str | None:
+        """Why it is no value for a tensor of a model, as text; None if it can be cast to that as training does."""
+        if self.obstacle is None and self.shape == shape and _kind(self.dtype) == _kind(dtype):
+            return None
+        return f"{self.words} in the file, {words_for(dtype, shape)} in the model"
 
 
 def stored_in(checkpoint: Path, files: ExitStack, model: int | None = None) -> dict[str, Stored]:
@@ -277,7 +284,7 @@ def _stored_in_bin(path: Path, content: Mapping[str, Any]) -> Iterator[tuple[str
         if type(value) not in (torch.Tensor, nn.Parameter) or value.layout != torch.strided or value.is_quantized:
             yield name, Stored(path, name, None, (), _never, f"a {type(value).__name__}, no plain tensor,")
             continue
-        key = first.setdefault(memory_of(value), name)
+        key = first.setdefault(storage_key(value), name)
         yield name, Stored(path, key, value.dtype, tuple(value.shape), partial(_copy_box, value.detach()))
 
 
@@ -289,11 +296,11 @@ def _copy_box(value: torch.Tensor, box: Box, target: torch.Tensor) -> None:
     target.copy_(value[box.slices])
 
 
-def memory_of(tensor: torch.Tensor) -> Any:
-    """A key that is equal for plain tensors that are the same memory."""
-    if not tensor.numel():
-        return id(tensor)
-    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+def _kind(dtype: torch.dtype | None) -> str:
+    """Values of one kind can be cast to each other as training does."""
+    if dtype is None or dtype is torch.bool:
+        return str(dtype)
+    return "complex" if dtype.is_complex else "floating" if dtype.is_floating_point else "integer"
 
 
 def words_for(dtype: torch.dtype | None, shape: Sequence[int]) -> str:

@@ -48,16 +48,22 @@ def untie(tensors: Mapping[str, Any], awaited: Collection[str] = ()) -> tuple[di
         )
     unique: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
-    first: dict[tuple[Any, ...], str] = {}
+    first: dict[Any, str] = {}
     for name, value in tensors.items():
         tensor = _plain(name, value)
-        place = tensor.data_ptr() if name in here else id(value)
-        key = (tensor.device, place, tensor.dtype, tensor.shape, tensor.stride())
-        if tensor.numel() and (kept := first.setdefault(key, name)) != name:
+        kept = first.setdefault(storage_key(tensor) if name in here else id(value), name)
+        if kept != name:
             aliases[name] = kept
         else:
             unique[name] = tensor
     return unique, aliases
+
+
+def storage_key(tensor: torch.Tensor) -> Any:
+    """A key that is equal for plain tensors that are the same memory."""
+    if not tensor.numel():
+        return id(tensor)
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _plain(name: str, value: Any) -> torch.Tensor:

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from accel_checkpoint.weights.sources import CALL, memory_of
-from accel_checkpoint.words import listed
+from accel_checkpoint.weights.sources import CALL
+from accel_checkpoint.weights.tensor_files import storage_key
+from accel_core.api.component import listed
 from accel_core.api.layouts import Alias, Box, Elementwise, Entry, Opaque, Piece, State
 
 
@@ -101,7 +102,7 @@ def _distinct(owned: Mapping[str, torch.Tensor], names: Iterable[str]) -> tuple[
 def _memory(tensor: torch.Tensor | None, name: str) -> Any:
     if tensor is None:
         return name
-    return id(tensor) if _obstacle(tensor) else memory_of(tensor)
+    return id(tensor) if _obstacle(tensor) else storage_key(tensor)
 
 
 def _obstacle(tensor: torch.Tensor | None) -> str | None:
