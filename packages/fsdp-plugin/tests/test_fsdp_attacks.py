@@ -42,6 +42,21 @@ class Recurrent(nn.Module):
         return self.head(self.lstm(x[None])[0][0]).clone()
 
 
+class Looking(nn.Module):
+    """A table whose rows are computed from two parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = weight_norm(nn.Embedding(10, 5))
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.head(self.table(x.mul(10).abs().long()))
+
+
+COMPUTED = {"recurrent": (Recurrent, None), "looking": (Looking, ["Embedding"])}
+
+
 def batch(step=0):
     return torch.arange(4.0 * WIDTH).view(4, WIDTH).add(10 * step).sin()
 
@@ -72,8 +87,8 @@ def message(function, *arguments):
     return "nothing was raised"
 
 
-def weights_of(net):
-    accelerator, model = prepared(net)
+def weights_of(net, wrap):
+    accelerator, model = prepared(net, FSDP(wrap=wrap))
     optimizer = accelerator.prepare(sgd(model))
     for step in range(3):
         accelerator.backward(model(part(accelerator, step)).square().mean())
@@ -252,7 +267,7 @@ JOBS = (
 
 def two_ranks():
     facts = {job.__name__: job() for job in JOBS}
-    return {**facts, "recurrent": weights_of(Recurrent)}
+    return facts | {name: weights_of(*how) for name, how in COMPUTED.items()}
 
 
 @pytest.fixture(scope="module")
@@ -260,15 +275,16 @@ def facts():
     return run_ranks(two_ranks, 2, timeout=90)
 
 
-def test_modules_that_hold_or_compute_their_weights_train_as_in_one_process(facts):
-    model = built(Recurrent)
+@pytest.mark.parametrize("name", COMPUTED)
+def test_modules_that_hold_or_compute_their_weights_train_as_in_one_process(facts, name):
+    model = built(COMPUTED[name][0])
     optimizer = sgd(model)
     for step in range(3):
         model(batch(step)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     for rank in facts:
-        for found, expected in zip(rank["recurrent"], model.parameters(), strict=True):
+        for found, expected in zip(rank[name], model.parameters(), strict=True):
             torch.testing.assert_close(found, expected.detach())
 
 

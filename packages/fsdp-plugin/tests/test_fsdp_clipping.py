@@ -96,8 +96,22 @@ def where_powers_are_summed():
     return reduced
 
 
+def some_are_complex(parameters):
+    """The same parameters, but every other one and its gradient are complex."""
+    found = []
+    for number, parameter in enumerate(parameters):
+        turned = parameter.grad * (3 + 4j) if number % 2 == 0 else parameter.grad
+        found.append(nn.Parameter(torch.zeros_like(turned)))
+        found[-1].grad = turned
+    return found
+
+
 def on_two_ranks():
     facts = {}
+    for norm_type in NORMS:
+        parameters = some_are_complex(laid_out())
+        norm = clip(parameters, MAX_NORM, norm_type)
+        facts["complex", norm_type] = norm, [whole(parameter.grad) for parameter in parameters]
     for norm_type in NORMS:
         parameters = laid_out()
         norm = clip(parameters, MAX_NORM, norm_type)
@@ -139,6 +153,20 @@ def test_mixed_gradients_are_clipped_by_the_norm_of_the_whole(facts, norm_type):
         parameter.grad = gradient
     norm = nn.utils.clip_grad_norm_(reference, MAX_NORM, norm_type)
     for found, gradients in (rank["clipped"][norm_type] for rank in facts):
+        torch.testing.assert_close(found, norm)
+        for gradient, parameter in zip(gradients, reference, strict=True):
+            torch.testing.assert_close(gradient, parameter.grad)
+
+
+@pytest.mark.parametrize("norm_type", NORMS)
+def test_complex_gradients_count_by_their_magnitudes_beside_real_ones(facts, norm_type):
+    reference = []
+    for gradient in whole_gradients():
+        reference.append(nn.Parameter(torch.zeros_like(gradient)))
+        reference[-1].grad = gradient
+    reference = some_are_complex(reference)
+    norm = nn.utils.clip_grad_norm_(reference, MAX_NORM, norm_type)
+    for found, gradients in (rank["clipped"]["complex", norm_type] for rank in facts):
         torch.testing.assert_close(found, norm)
         for gradient, parameter in zip(gradients, reference, strict=True):
             torch.testing.assert_close(gradient, parameter.grad)

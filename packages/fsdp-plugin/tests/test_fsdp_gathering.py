@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from accel_core import DDP, Accelerator
 from accel_fsdp import FSDP
+from accel_precision import FP16
 from accel_testing import run_ranks
 
 WIDTH, BLOCKS = 32, 4
@@ -142,6 +145,98 @@ def windows():
     }
 
 
+class Adapted(nn.Module):
+    """A frozen weight of another dtype than the two that are trained beside it, as with LoRA; it comes first."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        weight = torch.linspace(0, 3, 64).view(8, 8).sin().mul(3)
+        self.base = nn.Parameter(weight.abs().to(dtype), requires_grad=False)
+        self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 8, bias=False)
+
+    def forward(self, x):
+        return x + x @ self.base.to(x.dtype) / 8 + self.up(self.down(x))
+
+
+def adapted(dtype):
+    return nn.Sequential(*(Adapted(dtype) for _ in range(2)))
+
+
+def narrow_blocks():
+    return nn.Sequential(nn.Sequential(*(nn.Linear(8, 8) for _ in range(2))).bfloat16(), nn.Linear(8, 8))
+
+
+def gradients(strategy, make, scale):
+    """Those of what is trained, in order, of a loss that is scaled by a number."""
+    accelerator = Accelerator(strategy=strategy, mixed_precision="bf16", cpu=True)
+    torch.manual_seed(0)
+    model = accelerator.prepare(make())
+    x = torch.linspace(-1, 1, 32).view(4, 8) + accelerator.process_index
+    accelerator.backward(model(x).square().mean() * scale)
+    found = [each.grad for each in model.parameters() if each.grad is not None]
+    return [each.full_tensor() if isinstance(each, DTensor) else each for each in found]
+
+
+BESIDE_OTHERS = {
+    "float16, tiny": (partial(adapted, torch.float16), 1e-9),
+    "float16, huge": (partial(adapted, torch.float16), 1e9),
+    "bfloat16": (partial(adapted, torch.bfloat16), 1.0),
+    "uint8": (partial(adapted, torch.uint8), 1.0),
+    "int8": (partial(adapted, torch.int8), 1.0),
+    "units": (narrow_blocks, 1.0),
+}
+
+
+class Tied(nn.Module):
+    """A language model whose head is its table, and whose residuals are larger than float16 can be."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.norm = nn.Embedding(16, WIDTH), nn.LayerNorm(WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, 16)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids):
+        x = self.table(ids)
+        for block in self.blocks:
+            x = x + 5e4 * block(self.norm(x)).tanh()
+        return self.head(self.norm(x))
+
+
+def tied(strategy, precision):
+    """The losses of three steps."""
+    accelerator = Accelerator(strategy=strategy, mixed_precision=precision, cpu=True)
+    torch.manual_seed(0)
+    model = Tied()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    ids, losses = torch.arange(8) + accelerator.process_index, []
+    for _ in range(3):
+        loss = nn.functional.cross_entropy(model(ids), ids)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+TIED = {"of the whole model": FSDP, "together": lambda: FSDP(wrap=["Linear", "Embedding"])}
+
+
+def ties():
+    return {
+        name: {unit: tied(make(), precision) for unit, make in {"ddp": DDP, **TIED}.items()}
+        for name, precision in (("bf16", "bf16"), ("fp16", FP16(init_scale=256.0)))
+    }
+
+
+def several_dtypes():
+    return {
+        case: {strategy.__name__: gradients(strategy(), *BESIDE_OTHERS[case]) for strategy in (DDP, FSDP)}
+        for case in BESIDE_OTHERS
+    }
+
+
 def strategies():
     return {
         "ddp": trained("ddp"),
@@ -162,8 +257,34 @@ def both():
 
 
 @pytest.fixture(scope="module")
+def beside_others():
+    return run_ranks(several_dtypes, 2)
+
+
+@pytest.fixture(scope="module")
+def with_ties():
+    return run_ranks(ties, 2)
+
+
+@pytest.fixture(scope="module")
 def ranks(both):
     return [found for found, _ in both]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("unit", TIED)
+def test_a_table_that_is_tied_to_a_head_keeps_its_dtype(with_ties, unit, precision):
+    for rank in with_ties:
+        assert rank[precision][unit] == pytest.approx(rank[precision]["ddp"], rel=1e-5)
+
+
+@pytest.mark.parametrize("case", BESIDE_OTHERS)
+def test_gradients_travel_in_the_dtype_of_what_is_trained_beside_parameters_of_other_dtypes(beside_others, case):
+    for rank in beside_others:
+        assert len(rank[case]["FSDP"]) == len(rank[case]["DDP"]) > 0
+        for found, expected in zip(rank[case]["FSDP"], rank[case]["DDP"], strict=True):
+            assert found.dtype is expected.dtype
+            torch.testing.assert_close(found, expected, rtol=torch.finfo(found.dtype).eps * 10, atol=0)
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "replicated", "offloaded", "without norms"])

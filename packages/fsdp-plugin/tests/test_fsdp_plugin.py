@@ -193,4 +193,4 @@ def shown():
 
 def test_several_of_them_go_by_keys():
     plugins = {"one": FullyShardedDataParallelPlugin(), "two": FSDP()}
-    assert chosen_strategy(None, {"fsdp_plugins": plugins}).configured == plugins
+    assert chosen_strategy(None, {"fsdp_plugins": plugins})[1] == plugins

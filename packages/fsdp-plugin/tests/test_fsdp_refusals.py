@@ -8,6 +8,7 @@ from torch import nn
 
 from accel_core import Accelerator, Precision, PrecisionPolicy
 from accel_fsdp import FSDP
+from accel_precision import BF16
 from accel_testing import run_ranks
 
 
@@ -30,12 +31,18 @@ def prepared(model, strategy, precision="no"):
 
 def attempts():
     model = prepared(nn.Linear(4, 4), FSDP())
+    narrow = prepared(nn.Linear(4, 4), FSDP(), BF16(reduce_dtype=torch.bfloat16))
     return {
         "reduce": said(lambda: prepared(nn.Linear(4, 4), FSDP(), Narrow(reduce=torch.float8_e4m3fn))),
         "the same": said(lambda: prepared(model, FSDP())),
         "options": said(lambda: prepared(model, FSDP(reshard_after_forward=False))),
         "offload": said(lambda: prepared(model, FSDP(cpu_offload=True))),
         "dtype": said(lambda: prepared(model, FSDP(), "bf16-true")),
+        "gathered": said(lambda: prepared(model, FSDP(), "bf16")),
+        "reduced": said(lambda: prepared(model, FSDP(), Narrow(reduce=torch.bfloat16))),
+        "the same dtypes": said(lambda: prepared(narrow, FSDP(), BF16(reduce_dtype=torch.bfloat16))),
+        "gathered in full": said(lambda: prepared(narrow, FSDP(), "no")),
+        "reduced in full": said(lambda: prepared(narrow, FSDP(), BF16(reduce_dtype=torch.float32))),
     }
 
 
@@ -49,11 +56,14 @@ def test_gradients_travel_in_dtypes_that_can_be_summed(found):
     assert "Choose one of these as PrecisionPolicy(reduce=...)" in found["reduce"]
 
 
-def test_a_model_that_was_cut_in_the_same_way_is_taken(found):
-    assert found["the same"] == "nothing"
+@pytest.mark.parametrize("case", ["the same", "the same dtypes"])
+def test_a_model_that_was_cut_in_the_same_way_is_taken(found, case):
+    assert found[case] == "nothing"
 
 
-@pytest.mark.parametrize("case", ["options", "offload", "dtype"])
+@pytest.mark.parametrize(
+    "case", ["options", "offload", "dtype", "gathered", "reduced", "gathered in full", "reduced in full"]
+)
 def test_a_model_that_was_cut_in_another_way_is_refused(found, case):
     assert "given a Linear that another FSDP strategy has sharded, with other options or dtypes" in found[case]
     assert "build the model anew" in found[case]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import parallel_models as models
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from accel_core import Accelerator, World
+from accel_core import DDP, Accelerator, World
 from accel_fsdp import FSDP
 from accel_testing import run_ranks
 
@@ -144,6 +145,37 @@ def failure(model, plan, mesh):
     with pytest.raises((ValueError, TypeError)) as raised:
         apply_plan(model, plan, mesh)
     return str(raised.value)
+
+
+DROPPING = {"up": "colwise", "down": "rowwise"}
+STRATEGIES = {"ddp": DDP, "fsdp": FSDP, "tensor": partial(FSDP, tensor_parallel=2, parallelize_plan=DROPPING)}
+
+
+def draws_of_a_run(name, source, target):
+    """What a rank draws after a load from `source`, if there is one, and after a save into `target`."""
+    accelerator = Accelerator(strategy=STRATEGIES[name](), cpu=True)
+    torch.manual_seed(0)  # alike before `prepare`, which sees to it for peers
+    accelerator.prepare(WithDropout())
+    torch.manual_seed(accelerator.process_index // (2 if name == "tensor" else 1))
+    if source is not None:
+        accelerator.load_state(source)
+    accelerator.save_state(target)
+    return torch.rand(8).tolist()
+
+
+def test_peers_draw_alike_after_a_load_from_another_arrangement(tmp_path):
+    def run(name, ranks, source=None):
+        target = str(tmp_path / f"{name}-{ranks}")
+        return run_ranks(draws_of_a_run, ranks, name, source and str(tmp_path / source), target)
+
+    saved = run("ddp", 2)
+    assert run("tensor", 2, "ddp-2") == [saved[0]] * 2
+    grown = run("tensor", 4, "tensor-2")
+    assert grown[:2] == [saved[0]] * 2
+    assert grown[2] == grown[3] != saved[0], "another shard of the data, another stream"
+    assert run("fsdp", 2, "tensor-4") == [grown[0], grown[2]]
+    again = run("tensor", 4, "fsdp-2")
+    assert again == grown, "as the first ranks of their shards of data"
 
 
 def on_two_peers():

@@ -3,11 +3,13 @@
 import copy
 import pickle
 import re
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from accel_core import Accelerator, Precision, PrecisionPolicy
 from accel_fsdp import FSDP
@@ -180,42 +182,59 @@ def shown_after_an_evaluation():
 
 
 class Stumbling(nn.Module):
-    """Raises in a forward or a backward, when told."""
+    """Raises in a forward, when it is computed again, or in a backward, when told."""
 
     def __init__(self):
         super().__init__()
         self.blocks = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6))
-        self.at = None
+        self.head = nn.Linear(6, 6)
+        self.at, self.forwards = None, 0
 
     def forward(self, x):
+        self.forwards += 1
         for block in self.blocks:
             x = torch.tanh(block(x))
-            if self.at == "forward":
+            if self.at == "forward" or (self.at == "recomputation" and self.forwards == 2):
                 raise RuntimeError("stumbled")
             if self.at == "backward" and block is self.blocks[0]:
                 x.register_hook(self.stumble)
-        return x
+        return self.head(x)
 
     def stumble(self, gradient):
         raise RuntimeError("stumbled")
 
 
 def after_an_exception():
-    """Gradients of a step after one that raised, in the forward or in the backward."""
+    """Gradients of a step after one that raised, in the forward, in the backward, or in a recomputation inside it."""
     found = {}
-    for at in (None, "forward", "backward"):
+    for at in (None, "forward", "backward", "recomputation"):
         accelerator = Accelerator(strategy=FSDP(), cpu=True)
         model = accelerator.prepare(built(Stumbling))
         x = torch.arange(12.0).view(2, 6)[accelerator.process_index :][:1].sin()
         model.at = at
+        call = partial(checkpoint, model, use_reentrant=False) if at == "recomputation" else model
         try:
-            model(x).sum().backward()
+            call(x).sum().backward()
         except RuntimeError as error:
             assert "stumbled" in str(error)
         model.at = None
         model.zero_grad()
         model(x).sum().backward()
         found[at] = [parameter.grad.full_tensor() for parameter in model.parameters()]
+    return found
+
+
+def computed_again():
+    """Gradients where the whole model is computed again in the backward, which torch stops by an exception when it has enough."""
+    accelerator = Accelerator(strategy=FSDP(), cpu=True)
+    model = accelerator.prepare(built(Stumbling))
+    x = torch.arange(12.0).view(2, 6)[accelerator.process_index :][:1].sin()
+    found = []
+    for call in (model, partial(checkpoint, model, use_reentrant=False)):
+        for _ in range(2):
+            model.zero_grad()
+            call(x).sum().backward()
+        found.append([parameter.grad.full_tensor() for parameter in model.parameters()])
     return found
 
 
@@ -335,7 +354,16 @@ def two_ranks():
     facts = {f"strategy: {name}": trained(FSDP(**options)) for name, options in STRATEGIES.items()}
     facts["order: model first"] = trained(FSDP(), "model first")
     facts["order: built afterwards"] = trained(FSDP(), "built afterwards")
-    jobs = (shown_after_an_evaluation, after_an_exception, whole_parameters, unfrozen, in_bfloat16, compiled, refused)
+    jobs = (
+        shown_after_an_evaluation,
+        after_an_exception,
+        computed_again,
+        whole_parameters,
+        unfrozen,
+        in_bfloat16,
+        compiled,
+        refused,
+    )
     facts.update((job.__name__, job()) for job in (*jobs, two_models, travelled, recomputed))
     facts["stepped: cut again"] = stepped_after_an_evaluation()
     facts["stepped: kept gathered"] = stepped_after_an_evaluation(reshard_after_forward=False)
@@ -456,6 +484,11 @@ def test_a_model_goes_on_after_an_exception(facts):
         untroubled, *others = rank["after_an_exception"].values()
         for gradients in others:
             assert all(map(torch.equal, gradients, untroubled))
+
+
+def test_a_model_that_is_computed_again_as_a_whole_has_the_same_gradients(facts):
+    for usual, again in (rank["computed_again"] for rank in facts):
+        assert all(map(torch.equal, usual, again))
 
 
 def test_parameters_that_are_not_cut_are_averaged_when_the_others_are(facts):

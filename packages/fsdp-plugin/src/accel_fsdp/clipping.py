@@ -33,12 +33,13 @@ def total_norm(gradients: Iterable[torch.Tensor], norm_type: float) -> torch.Ten
 
     Args:
         gradients: DTensors of any meshes, and plain tensors, which are the same on all ranks.
+            Complex numbers count by their magnitudes.
         norm_type: 2 is the Euclidean norm, `inf` the largest element; any positive number is
             possible.
 
     Returns:
-        A plain 0-d tensor on the device of the first gradient, in its dtype but single precision at
-        least; 0 of no gradients.
+        A plain 0-d tensor on the device of the first gradient, in its dtype but real, and in single
+        precision at least; 0 of no gradients.
 
     Raises:
         ValueError: for a `norm_type` that is not positive.
@@ -50,7 +51,8 @@ def total_norm(gradients: Iterable[torch.Tensor], norm_type: float) -> torch.Ten
         )
     by_axes: dict[Axes, list[torch.Tensor]] = {}
     for gradient in gradients:
-        by_axes.setdefault(_axes(gradient), []).append(local_of(gradient))
+        local = local_of(gradient)
+        by_axes.setdefault(_axes(gradient), []).append(local.abs() if local.is_complex() else local)
     if not by_axes:
         return torch.tensor(0.0)
     first = next(iter(by_axes.values()))[0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -93,13 +93,22 @@ def is_any_gathered(state: Any) -> bool:
 def was_interrupted(state: Any) -> bool:
     """Whether a backward raised before its end: the engine would go on and reduce nothing.
 
-    A backward queues a callback for its end, and the flag is cleared there.
+    Args:
+        state: the `engine_state` of a root.
+    """
+    return is_in_backward(state) and current_backward() == -1  # else this call is a part of it: recomputation
+
+
+def is_in_backward(state: Any) -> bool:
+    """Whether a backward has reached the model and not its end.
+
+    It queues a callback for its end, and the flag is cleared there.
 
     Args:
         state: the `engine_state` of a root.
     """
     queued: bool = state._state_ctx.post_backward_final_callback_queued
-    return queued and current_backward() == -1  # else this call is a part of it: recomputation
+    return queued
 
 
 def current_backward() -> int:
@@ -192,10 +201,10 @@ class GatherApart:
         self._groups = {}
 
 
-def gather_as_stored(unit: nn.Module | list[nn.Module], modules: Collection[nn.Module]) -> None:
-    """Has a unit gather the parameters of some modules in their own dtype, with all others."""
+def gather_as_stored(unit: nn.Module | list[nn.Module], modules: Set[nn.Module]) -> None:
+    """Has a unit gather what any of some modules has in its own dtype, with all other parameters."""
     for group in param_groups(engine_state(unit[0] if isinstance(unit, list) else unit)):
-        kept = [cut for cut in group.fsdp_params if cut._module_info.module in modules]
+        kept = [cut for cut in group.fsdp_params if not modules.isdisjoint(_owners(cut))]
         if len(kept) == len(group.fsdp_params):
             group.mp_policy = replace(group.mp_policy, param_dtype=None)
         elif group.mp_policy.param_dtype is not None:
@@ -305,6 +314,11 @@ def held_gradient(cut: Any) -> torch.Tensor | None:
         return None
     gradient: torch.Tensor | None = cut._unsharded_param.grad
     return gradient if gradient is not None else cut.unsharded_accumulated_grad
+
+
+def _owners(cut: Any) -> list[nn.Module]:
+    """The modules that have a parameter."""
+    return [cut._module_info.module, *cut._module_info.shared_modules]
 
 
 def _is_gathered_once(cut: Any) -> bool:

@@ -25,6 +25,7 @@ from accel_fsdp.engine_internals import (
     held_gradients,
     is_any_gathered,
     is_gathered,
+    is_in_backward,
     refuse_second_derivatives,
     was_interrupted,
 )
@@ -163,7 +164,8 @@ class ShardedModel(ClassOverride):
         try:
             output = super().__call__(*args, **kwargs)  # type: ignore[misc]
         except BaseException:
-            reset_iter_state(self)  # type: ignore[arg-type]
+            if not is_in_backward(own.engine):  # torch ends a recomputation by an exception, and the backward goes on
+                reset_iter_state(self)  # type: ignore[arg-type]
             raise
         finally:
             own.calls -= 1

@@ -11,7 +11,7 @@ each rank reads its own parts of a checkpoint.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from accel_checkpoint import capture_model, elementwise_entry, load_weights, on_each_rank, on_main_rank
 from accel_core import load_checkpoint_in_model
-from accel_core.api.component import broadcast_object, capture_random_state, restore_random_state
+from accel_core.api.component import broadcast_object, capture_random_state, listed, restore_random_state
 from accel_fsdp.sharding import DTensorSharding, is_sharded, local_of
 
 if TYPE_CHECKING:
@@ -33,9 +33,6 @@ if TYPE_CHECKING:
 
 Factory = Callable[[], nn.Module]
 Tensors = Mapping[str, torch.Tensor]
-
-_SHOWN = 8
-"""The number of names that a message lists."""
 
 
 def is_meta(model: nn.Module) -> bool:
@@ -121,7 +118,7 @@ class Recipes:
             empty = [name for name, parameter in model.named_parameters() if parameter.is_meta]
             raise RuntimeError(
                 f"prepare() was given a model with {len(empty)} parameters on the meta device, and nobody knows their data: "
-                f"{_listed(empty)}. Build it by accelerator.build_model(factory, checkpoint=...), which remembers that; or give it "
+                f"{listed(empty)}. Build it by accelerator.build_model(factory, checkpoint=...), which remembers that; or give it "
                 f"memory and data (model.to_empty(device=...)) before prepare()."
             )
         _Filling(model, recipe, world).fill(device)
@@ -160,7 +157,7 @@ class _Filling:
         if lost:
             raise RuntimeError(
                 f"{self._recipe.name} is to get the weights of {self._recipe.checkpoint}, but it has tensors that are computed from "
-                f"parameters and stand in no checkpoint: {_listed(lost)}. Compute them in the forward, or make them persistent; or leave "
+                f"parameters and stand in no checkpoint: {listed(lost)}. Compute them in the forward, or make them persistent; or leave "
                 f"out the checkpoint of build_model(), and after prepare() call load_checkpoint_in_model(model, checkpoint)."
             )
 
@@ -190,7 +187,7 @@ class _Filling:
         if wrong:
             raise RuntimeError(
                 f"The factory that build_model() was given ran again, to give {self._recipe.name} its data, but what it built now is "
-                f"another model: {_listed(wrong)}. Let it build the same each time, and change modules in it, not behind it."
+                f"another model: {listed(wrong)}. Let it build the same each time, and change modules in it, not behind it."
             )
 
     @torch.no_grad()
@@ -289,7 +286,3 @@ def _same(one: Any, other: Any) -> bool:
         return len(one) == len(other) and all(map(_same, one, other))
     equal = one == other
     return bool(equal.all() if hasattr(equal, "all") else equal)
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

@@ -23,6 +23,7 @@ from accel_core import DistributedType, Strategy, hookimpl
 from accel_core.api.layouts import Elementwise
 from accel_fsdp.clipping import clip
 from accel_fsdp.engine_internals import drop_held, held_gradient, parts_behind
+from accel_fsdp.gathering import dtypes_asked_for
 from accel_fsdp.gradient_sync import NoSync, synchronisation_of, triggered
 from accel_fsdp.meta_init import Recipes
 from accel_fsdp.optimizers import check
@@ -190,8 +191,9 @@ class FSDP(Strategy):
     def prepare_model(self, model: nn.Module, optimizers: Sequence[Optimizer], request: PrepareRequest) -> nn.Module:
         """Shards the model in place; one that is not trained is placed whole."""
         own = synchronisation_of(model)
+        cut_as = self._sizes, self._options, dtypes_asked_for(request, self._options.gather_dtype)
         if own is not None:
-            check_again(model, own.cut_as, (self._sizes, self._options), request.policy)
+            check_again(model, own.cut_as, cut_as, request.policy)
             dress_and_compile(model, request)
             return model
         check_policy(request.policy)
@@ -208,7 +210,7 @@ class FSDP(Strategy):
             self._models[model] = prepare(model, optimizers, request, self._options, self._here)
             own = synchronisation_of(model)
             assert own is not None, "it is sharded now"
-            own.cut_as = self._sizes, self._options
+            own.cut_as = cut_as
         return model
 
     @hookimpl

@@ -42,6 +42,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from accel_core.api.component import listed
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.parallel import ParallelStyle
@@ -166,8 +168,7 @@ def _layers(model: nn.Module) -> str:
     """The layers that hold parameters, numbers replaced by a star."""
     named = (name for name, module in model.named_modules() if any(True for _ in module.parameters(recurse=False)))
     patterns = list(dict.fromkeys(re.sub(r"(?<![^.])\d+(?![^.])", "*", name) or "''" for name in named))
-    more = f", and {len(patterns) - _SHOWN} more" if len(patterns) > _SHOWN else ""
-    return ", ".join(patterns[:_SHOWN]) + more
+    return listed(patterns, most=_SHOWN)
 
 
 def _listed(entry: Any) -> Iterable[Any]:

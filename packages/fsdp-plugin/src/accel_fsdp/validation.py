@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from accel_core.api.component import listed
 from accel_fsdp.engine_internals import engine_state
 from accel_fsdp.gradient_sync import synchronisation_of
 from accel_fsdp.sharding import is_sharded
@@ -43,7 +44,7 @@ def check(model: nn.Module, ignored: Collection[nn.Parameter]) -> None:
     cut = [name for name, parameter in model.named_parameters() if is_sharded(parameter)]
     if cut:
         raise ValueError(
-            f"prepare() was given a {type(model).__name__} with parameters that are cut already: {_listed(cut)}. If they belong to a "
+            f"prepare() was given a {type(model).__name__} with parameters that are cut already: {_quoted(cut)}. If they belong to a "
             f"model that was prepared before, make both parts of one nn.Module and prepare that; if you cut layers yourself, give "
             f"the plan to FSDP(tensor_parallel=..., parallelize_plan=...) instead."
         )
@@ -51,13 +52,13 @@ def check(model: nn.Module, ignored: Collection[nn.Parameter]) -> None:
     lazy = [name for name, parameter in named if isinstance(parameter, nn.UninitializedParameter)]
     if lazy:
         raise ValueError(
-            f"prepare() was given a {type(model).__name__} with parameters that have no shape yet: {_listed(lazy)}. Run a batch through "
+            f"prepare() was given a {type(model).__name__} with parameters that have no shape yet: {_quoted(lazy)}. Run a batch through "
             f"the model first, then it can be cut."
         )
     strided = [name for name, parameter in named if not parameter.is_contiguous()]
     if strided:
         raise ValueError(
-            f"prepare() was given a {type(model).__name__} with parameters that do not lie in memory row by row: {_listed(strided)}, and "
+            f"prepare() was given a {type(model).__name__} with parameters that do not lie in memory row by row: {_quoted(strided)}, and "
             f"FSDP cuts rows. Type model.to(memory_format=torch.contiguous_format) before prepare(), or assign "
             f"parameter.data = parameter.data.contiguous()."
         )
@@ -108,7 +109,7 @@ def check_hooks(model: nn.Module, whole: Collection[nn.Parameter]) -> None:
     hooked = [name for name, parameter in model.named_parameters() if parameter not in whole and _is_hooked(parameter)]
     if hooked:
         raise ValueError(
-            f"prepare() was given a {type(model).__name__} with hooks on parameters: {_listed(hooked)}. FSDP puts parts in the places of "
+            f"prepare() was given a {type(model).__name__} with hooks on parameters: {_quoted(hooked)}. FSDP puts parts in the places of "
             f"parameters, so hooks on these would never run. Register them after prepare(), with register_post_accumulate_grad_hook "
             f"of what model.parameters() gives then: they see the parts, when gradients have travelled."
         )
@@ -137,7 +138,7 @@ def check_late(optimizer: Optimizer, sharded: Mapping[nn.Module, Sharded], froze
         added = [name for name, each in plain if not any(each is known() for known in record.whole)]
         if added:
             raise ValueError(
-                f"{type(optimizer).__name__} trains parameters that {type(model).__name__} got after it was prepared: {_listed(added)}. "
+                f"{type(optimizer).__name__} trains parameters that {type(model).__name__} got after it was prepared: {_quoted(added)}. "
                 f"Nobody averages their gradients, so the ranks would drift apart. Change the model first, then prepare it."
             )
     for model in frozen:
@@ -145,7 +146,7 @@ def check_late(optimizer: Optimizer, sharded: Mapping[nn.Module, Sharded], froze
         if thawed:
             raise ValueError(
                 f"{type(optimizer).__name__} trains parameters of {type(model).__name__}, which was frozen as a whole when it was prepared, "
-                f"and so was not sharded: {_listed(thawed)}. Unfreeze what is to be trained first, then prepare the model."
+                f"and so was not sharded: {_quoted(thawed)}. Unfreeze what is to be trained first, then prepare the model."
             )
 
 
@@ -157,7 +158,7 @@ def check_dtypes(model: nn.Module, units: Iterable[Unit], whole: Collection[nn.P
             if parameter.requires_grad:
                 by_dtype.setdefault(parameter.dtype, []).append(name)
         if len(by_dtype) > 1:
-            found = "; ".join(f"{dtype}: {_listed(names)}" for dtype, names in by_dtype.items())
+            found = "; ".join(f"{dtype}: {_quoted(names)}" for dtype, names in by_dtype.items())
             raise ValueError(
                 f"FSDP was to shard trained parameters of several dtypes as one unit, whose gradients travel together: {found}. Give "
                 f"them one dtype (model.to(dtype), or a precision such as mixed_precision='bf16-true'), or separate them into units "
@@ -175,7 +176,7 @@ def _refuse_shared(model: nn.Module, earlier: nn.Module, shared: Sequence[str]) 
     if shared:
         raise ValueError(
             f"prepare() was given a {type(model).__name__} that shares parameters with a {type(earlier).__name__} which was prepared before: "
-            f"{_listed(sorted(shared))}. Cut for each by itself, they would be trained apart. Make both models parts of one nn.Module, "
+            f"{_quoted(sorted(shared))}. Cut for each by itself, they would be trained apart. Make both models parts of one nn.Module, "
             f"and prepare that."
         )
 
@@ -192,5 +193,5 @@ def _cut_together(
         taken |= own.keys()
 
 
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(map(repr, names[:8])) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+def _quoted(names: Sequence[str]) -> str:
+    return listed([*map(repr, names)])

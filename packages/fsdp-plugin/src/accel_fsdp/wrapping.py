@@ -20,6 +20,8 @@ from typing import Literal, TypeAlias
 
 from torch import nn
 
+from accel_core.api.component import listed
+
 Unit: TypeAlias = nn.Module | list[nn.Module]
 Chooser: TypeAlias = Callable[[nn.Module, str], bool]
 Wrap: TypeAlias = Literal["none"] | str | Sequence[str] | int | Chooser | None
@@ -327,5 +329,4 @@ def _not_a_module(each: nn.Module | str, model: nn.Module, named: dict[str, nn.M
 def _nearest_first(asked: str, names: Iterable[str]) -> str:
     """The names, the most similar one first; not all of them if there are many."""
     ranked = sorted(names, key=lambda name: (-difflib.SequenceMatcher(None, asked.lower(), name.lower()).ratio(), name))
-    more = f" and {len(ranked) - _SHOWN} more" if len(ranked) > _SHOWN else ""
-    return (", ".join(map(repr, ranked[:_SHOWN])) or "none") + more
+    return listed([*map(repr, ranked)], most=_SHOWN) or "none"
