@@ -151,6 +151,21 @@ def test_bf16_parameters_are_what_the_section_or_the_precision_asks_for():
             r"'fp16' with loss_scale_window 500, hysteresis 4, but the Accelerator scales losses. Write .*GradScalerKwargs",
         ),
         (
+            with_stage(fp16={"enabled": "auto", "fp16_master_weights_and_grads": True}),
+            FP16,
+            "'fp16.fp16_master_weights_and_grads', but parameters stay as they are, .* Take it out",
+        ),
+        (
+            with_stage(fp16={"enabled": "auto", "auto_cast": True}),
+            FP16,
+            "'fp16.auto_cast', but the Accelerator computes by autocast, .* Take it out",
+        ),
+        (
+            with_stage(torch_autocast={"enabled": "auto", "lower_precision_safe_modules": ["torch.nn.Linear"]}),
+            BF16,
+            "'torch_autocast.lower_precision_safe_modules', but the Accelerator computes by autocast",
+        ),
+        (
             with_stage(torch_autocast={"enabled": True}),
             FULL,
             "'torch_autocast' with no dtype, but the precision is: as it is",
@@ -186,12 +201,19 @@ def test_dtypes_that_contradict_the_precision_are_refused(config, policy, messag
 
 def test_what_the_core_computes_in_deepspeed_does_not_hear_of():
     usual = {"enabled": "auto", "loss_scale": 0, "initial_scale_power": 16, "hysteresis": 2, "min_loss_scale": 1}
+    usual |= {"auto_cast": False, "fp16_master_weights_and_grads": False}
     for policy in (FULL, BF16, FP16):
         assert "fp16" not in resolved(with_stage(fp16=usual), policy)
+    asked = {"auto_cast": True, "fp16_master_weights_and_grads": True, "loss_scale_window": 500}
+    for section in ({"enabled": "auto", **asked}, {"enabled": False, **asked}, asked):
+        assert "fp16" not in resolved(with_stage(fp16=section), BF16)  # it is off
     assert "torch_autocast" not in resolved(
         with_stage(torch_autocast={"enabled": True, "dtype": "torch.bfloat16"}), BF16
     )
-    assert "torch_autocast" not in resolved(with_stage(torch_autocast={"enabled": "auto"}), FULL)
+    modules = {"lower_precision_safe_modules": ["torch.nn.Linear"]}
+    for section in ({"enabled": "auto"}, {"enabled": "auto", **modules}, {"enabled": False, **modules}, modules):
+        assert "torch_autocast" not in resolved(with_stage(torch_autocast=section), FULL)
+    assert "torch_autocast" not in resolved(with_stage(torch_autocast={"enabled": "auto"}), BF16)
 
 
 def test_gradients_travel_in_the_dtype_of_the_policy_or_of_the_configuration():

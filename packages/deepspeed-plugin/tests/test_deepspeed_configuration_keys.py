@@ -10,6 +10,7 @@ import torch
 from accel_core import PrecisionPolicy
 from accel_deepspeed.configuration import Configuration
 from accel_deepspeed.configuration_keys import KEYS, ONLY, REFUSED
+from accel_deepspeed.configuration_offload import _OF_FILES
 from accel_deepspeed.configuration_precision import _SCALER
 from accel_deepspeed.configured_names import OPTIMIZERS, SCHEDULERS
 from accel_deepspeed.configured_objects import optimizer_kind
@@ -172,6 +173,12 @@ def test_the_schedules_and_their_options_are_deepspeeds():
 def test_the_defaults_of_loss_scaling_are_deepspeeds():
     fields = models()["fp16"].model_fields
     assert {name: fields[name].default for name in _SCALER} == _SCALER
+
+
+def test_the_defaults_of_files_for_optimizer_state_are_deepspeeds():
+    fields = models()["zero_optimization.offload_optimizer"].model_fields
+    assert {name: fields[name].default for name in _OF_FILES} == _OF_FILES
+    assert fields.keys() - _OF_FILES.keys() == {"device", "nvme_path", "pin_memory", "ratio"}  # which have an effect
 
 
 def test_a_completed_configuration_is_one_that_deepspeed_takes():

@@ -47,6 +47,14 @@ def test_a_folder_goes_to_what_is_offloaded_to_nvme(tmp_path):
     )
 
 
+def test_options_of_deepspeeds_own_files_are_taken_where_it_has_them_or_they_change_nothing():
+    tuned = {"buffer_count": 7, "pipeline_write": True}
+    for section in ({"device": "cpu", **tuned}, {"device": "nvme", "nvme_path": "/a", "buffer_count": 4}):
+        assert zero_of(configured(offload_optimizer=section))["offload_optimizer"] == section
+    section = {"device": "nvme", "nvme_path": "/a", "buffer_count": 7}
+    assert zero_of(configured(offload_param=section))["offload_param"] == section
+
+
 @pytest.mark.parametrize(
     ("config", "options", "message"),
     [
@@ -77,6 +85,18 @@ def test_a_folder_goes_to_what_is_offloaded_to_nvme(tmp_path):
             None,
             {"offload_folder": "/a"},
             "offload_folder='/a' was given, but nothing is offloaded to NVMe: offload_optimizer to",
+        ),
+        (
+            configured(
+                offload_optimizer={"device": "nvme", "nvme_path": "/a", "buffer_count": 5, "pipeline_read": True}
+            ),
+            {},
+            "'zero_optimization.offload_optimizer' with buffer_count 5, pipeline_read True, .* memory-mapped files, .* Take",
+        ),
+        (
+            configured(offload_optimizer={"device": "auto", "super_offload": True}),
+            {"offload_optimizer": "nvme", "offload_folder": "/a"},
+            "'zero_optimization.offload_optimizer' with super_offload True, which DeepSpeed's own offloading reads",
         ),
         (
             configured(offload_param={"device": "nvme", "nvme_path": "/a"}),

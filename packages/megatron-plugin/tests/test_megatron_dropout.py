@@ -6,8 +6,11 @@ import math
 from functools import cache
 
 import pytest
+import torch
 from megatron_jobs import MESHES, Run, placed
 
+from accel_core import Accelerator, set_seed
+from accel_megatron import Megatron
 from accel_testing import run_ranks
 
 HALF, DROPOUT = 3, 0.2
@@ -85,3 +88,40 @@ def test_with_other_sizes_streams_begin_anew_alike_each_time(folder):
     assert found != whole[0][1], "the draws are others"
     assert all(map(math.isfinite, found))
     assert found == pytest.approx(whole[0][1], rel=0.2), "the weights are the same"
+
+
+def drawn(mesh, builds, **places):
+    """Of models that are built one after the other: their first weights, and what is drawn for dropout behind that."""
+    import megatron_jobs
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    megatron_jobs.megatron_cpu.use_cpu()
+    megatron_jobs.fill = lambda chunk: None  # no weights by name
+    accelerator = Accelerator(strategy=Megatron(**mesh), cpu=True)
+    set_seed(1)
+    torch.initial_seed = lambda: 1  # as on a GPU, where seeding its stream leaves that of the CPU alone
+
+    def factory(parallel, **place):
+        return megatron_jobs.gpt(parallel, **{**place, **places}, use_cpu_initialization=False, tied=False)
+
+    models = [accelerator.build_model(factory) for _ in range(builds)]
+    weights = [next(each for name, each in m.named_parameters() if name.endswith("linear_qkv.weight")) for m in models]
+    with get_cuda_rng_tracker().fork():
+        tracked = torch.rand(3).tolist()
+    return [each.flatten()[:3].tolist() for each in weights], tracked, torch.rand(3).tolist()
+
+
+def test_replicas_have_equal_weights_and_dropout_of_their_own_and_models_have_weights_of_their_own():
+    (first, second) = run_ranks(drawn, 2, {}, 2)
+    assert first[0] == second[0]
+    assert first[1] != second[1]
+    assert first[2] != second[2]
+    assert first[0][0] != first[0][1]
+
+
+def test_stages_have_weights_and_dropout_of_their_own():
+    """Those in the middle, which have no embeddings."""
+    middle = {"pre_process": False, "post_process": False}
+    (first, second) = run_ranks(drawn, 2, {"pipeline_parallel": 2}, 1, **middle)
+    assert first[0] != second[0]
+    assert first[1] != second[1]

@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 import torch
-from megatron_jobs import assemble, reference, train
+from megatron_jobs import Run, assemble, inputs, loss_fn, reference, train
 
 from accel_testing import run_ranks
 
@@ -33,3 +33,67 @@ def test_two_processes_that_share_experts_train_as_one(options):
         assert own == pytest.approx(losses, rel=1e-5)
         assert own_norms == pytest.approx(norms, rel=1e-5)
     assert losses[-1] < losses[0]
+
+
+def gradients_of_routers():
+    """Of one micro-batch by the schedule, and in the loop of the script: alone, and twice with accumulation."""
+    run = Run({}, experts=4, moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.1)
+    batch = run.micro_batches(1)[0]
+
+    def gradients():
+        found = {name: parts[0][1] for name, (_, parts) in run.gradients().items() if "router" in name}
+        run.optimizer.zero_grad()
+        return found
+
+    def window():
+        run.accelerator.forward_backward(run.model, [batch], loss_fn, inputs)
+        return gradients()
+
+    def loop(count):
+        run.accelerator.gradient_accumulation_steps = count
+        for _ in range(count):
+            with run.accelerator.accumulate(run.model):
+                positional, named = inputs(batch)
+                loss, weight = loss_fn(run.model(*positional, **named), batch)
+                run.accelerator.backward(loss / weight)
+        return gradients()
+
+    return [window(), loop(1), loop(2), loop(1)]
+
+
+def test_the_loss_of_routers_weighs_the_same_in_the_loop_as_in_a_schedule():
+    ((first, *others),) = run_ranks(gradients_of_routers, 1)
+    assert first
+    for found in others:
+        for name, expected in first.items():
+            torch.testing.assert_close(found[name], expected, rtol=1e-4, atol=1e-7)
+
+
+def routers_in_fp16():
+    """Their gradients after a window, over those in float32; and what a backward of the script's own is told."""
+    found = []
+    for precision in ("no", "fp16"):
+        run = Run(
+            {}, experts=4, mixed_precision=precision, moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=1.0
+        )
+        batch = run.micro_batches(1)[0]
+        run.accelerator.forward_backward(run.model, [batch], loss_fn, inputs)
+        run.accelerator.unscale_gradients()
+        found.append({name: parts[0][1] for name, (_, parts) in run.gradients().items() if "router" in name})
+    positional, named = inputs(batch)
+    loss, weight = loss_fn(run.model(*positional, **named), batch)
+    with pytest.raises(RuntimeError, match=r"further heads add to it\. Call accelerator\.forward_backward, which"):
+        run.accelerator.backward(loss / weight)
+    run = Run({}, experts=4, mixed_precision="fp16", moe_router_load_balancing_type="aux_loss")  # of no weight
+    positional, named = inputs(batch)
+    loss, weight = loss_fn(run.model(*positional, **named), batch)
+    run.accelerator.backward(loss / weight)
+    assert run.gradients()
+    return found
+
+
+def test_the_loss_of_routers_is_scaled_in_fp16_or_refused():
+    ((full, narrow),) = run_ranks(routers_in_fp16, 1)
+    assert full
+    for name, expected in full.items():
+        assert (narrow[name] - expected).norm() < 0.02 * expected.norm(), name

@@ -130,6 +130,7 @@ def test_batch_without_tensors_is_given_out_as_it_is() -> None:
     [
         (PrecisionPolicy(compute=torch.float16), "float16 was asked for.*mixed_precision='bf16'"),
         (PrecisionPolicy(reduce=torch.bfloat16), "travel in torch.bfloat16.*Leave reduce out"),
+        (PrecisionPolicy(param=torch.bfloat16, reduce=torch.float32), "travel in torch.float32.*Leave reduce out"),
     ],
 )
 def test_precision_that_does_not_hold(policy: PrecisionPolicy, message: str) -> None:

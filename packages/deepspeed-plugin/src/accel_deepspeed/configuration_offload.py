@@ -5,9 +5,22 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 DEVICES = ("none", "cpu", "nvme")
+
+_OF_FILES: Mapping[str, object] = MappingProxyType(
+    {
+        "buffer_count": 4,
+        "pipeline_read": False,
+        "pipeline_write": False,
+        "fast_init": False,
+        "super_offload": False,
+        "cpuadam_cores_perc": 0.8,
+    }
+)
+"""How DeepSpeed offloads optimizer state, by its own defaults: what nothing reads where state is kept in mapped files."""
 
 Devices = Mapping[str, str]
 """By section, `offload_optimizer` and `offload_param`, one of `DEVICES`."""
@@ -35,6 +48,7 @@ def settle_offload(
         if device == "none":
             zero.pop(name, None)
         elif device == "nvme":
+            _check_own_files(name, section, source)
             section["nvme_path"] = str(_settle_folder(section.get("nvme_path"), folder, name, source))
         else:
             section.pop("nvme_path", None)
@@ -117,6 +131,16 @@ def _check_stage(name: str, device: str, stage: int) -> None:
         raise ValueError(
             f"{name} to {device!r} was asked for with ZeRO stage {stage}, where DeepSpeed would not do it. It takes "
             f"zero_stage={least}{' or higher' if least < 3 else ''}; or leave {name} out."
+        )
+
+
+def _check_own_files(name: str, section: Mapping[str, Any], source: str) -> None:
+    changed = [key for key, own in _OF_FILES.items() if section.get(key, own) not in (own, "auto")]
+    if name == "offload_optimizer" and changed:
+        raise ValueError(
+            f"{source} has 'zero_optimization.offload_optimizer' with {', '.join(f'{key} {section[key]}' for key in changed)}, which "
+            f"DeepSpeed's own offloading reads, but to 'nvme' optimizer state goes in memory-mapped files, which the system reads and "
+            f"writes by itself. Take {'it' if len(changed) == 1 else 'them'} out."
         )
 
 

@@ -45,6 +45,14 @@ _SCALER: Mapping[str, object] = MappingProxyType(
 )
 """DeepSpeed's loss scaling, by its own defaults."""
 
+_CASTS: Mapping[str, str] = MappingProxyType(
+    {
+        "auto_cast": "the Accelerator computes by autocast, which casts what reaches each operation",
+        "fp16_master_weights_and_grads": "parameters stay as they are, and masters and gradients in float16 would lose what is small",
+    }
+)
+"""Switches of DeepSpeed's own float16, and why they have no place beside autocast."""
+
 
 def settle_precision(
     values: dict[str, Any], source: str, stage: int, policy: PrecisionPolicy, parameter_dtype: torch.dtype | None
@@ -113,14 +121,24 @@ def _settle_fp16(values: dict[str, Any], source: str, policy: PrecisionPolicy, p
             f"losses. Write Accelerator(kwargs_handlers=[GradScalerKwargs(init_scale=2.0**16, growth_interval=1000)]) with "
             f"values of your own, and leave these keys out."
         )
+    if enabled and policy.compute is torch.float16:
+        _check_fp16_casts(section, source)
+
+
+def _check_fp16_casts(section: Mapping[str, Any], source: str) -> None:
+    for name, why in _CASTS.items():
+        if section.get(name, False) not in (False, "auto"):
+            raise ValueError(f"{source} has 'fp16.{name}', but {why}. Take it out.")
 
 
 def _settle_autocast(values: dict[str, Any], source: str, policy: PrecisionPolicy) -> None:
     section = values.pop("torch_autocast", {})
-    if not section.get("enabled") or section["enabled"] == "auto":
+    if not section.get("enabled"):
         return
     name = str(section.get("dtype") or "").removeprefix("torch.")
     if policy.compute is None or (name and _LONG_NAMES.get(name) is not policy.compute):
+        if section["enabled"] == "auto":
+            return  # it is off
         raise ValueError(
             f"{source} has 'torch_autocast' with {name or 'no dtype'}, but the precision is: {policy}. Write "
             f"Accelerator(mixed_precision='bf16'), which computes by autocast, and take the section out."

@@ -128,6 +128,7 @@ class Partitions:
     def gradients(self) -> Sequence[torch.Tensor]:
         """This rank's averaged gradients, live, laid out as masters, once synchronised."""
         if self.offloads:
+            self.zero._wait_for_offload_copies()  # into pinned memory; DeepSpeed itself waits in its step
             return [flat.grad for flat in self.masters]  # type: ignore[misc]
         return [self._flattened(group) for group in range(len(self.masters))]
 

@@ -63,6 +63,7 @@ class ModelEngine:
         fragments: by the `id` of a parameter that is stepped here, its part on this rank.
         gathered: what ranks have told each other of the gradients when they clipped them last, as
             `clipping.clip` returns it.
+        clipped: whether the loop has clipped the gradients, so that nothing else is to.
         has_gradients: whether a backward has synchronised since the last step.
         holds_back: whether there are gradients that no backward has sent.
         synchronises: whether the next backward does.
@@ -109,6 +110,7 @@ class ModelEngine:
         self._memory: dict[tuple[int, str], torch.Tensor] = {}
         self._earlier: Sequence[torch.Tensor] = ()
         self.gathered: torch.Tensor | None = None
+        self.clipped = False
         self._took_part = self._linked = False
         self.has_gradients = self.holds_back = False
         self.synchronises = True
@@ -164,7 +166,7 @@ class ModelEngine:
                 self._partitions.send_rest()
             self.engine._backward_epilogue()
             if self.synchronises:
-                self.has_gradients, self.holds_back, self.gathered = True, False, None
+                self.has_gradients, self.holds_back, self.gathered, self.clipped = True, False, None, False
                 for gradient, earlier in zip(self.gradients(), self._earlier, strict=False):
                     gradient.add_(earlier)
             else:
@@ -267,6 +269,7 @@ class ModelEngine:
             self._compare(self._partitions)
         optimizer_double.copy_options(self._sources, self._partitions.inner)
         self.engine.step()
+        optimizer_double.take_options(self._sources, self._partitions.inner)
         self.has_gradients, self._partitions.factor = False, None
         if not self._linked:
             self.link_state()

@@ -2,7 +2,8 @@
 
 ZeRO takes the parameters out of the groups of the optimizer that it is given, and puts flat
 partitions in. The user's own keeps the user's parameters, by which everything else knows it: gates,
-schedulers, checkpoints. So DeepSpeed gets a double, and before each step the options are copied.
+schedulers, checkpoints. So DeepSpeed gets a double. Before each step the options are copied, and
+behind it they are copied back, for some optimizers count in their groups.
 """
 
 from __future__ import annotations
@@ -49,16 +50,21 @@ def double_of(optimizer: Optimizer, parameters: Collection[nn.Parameter]) -> tup
 def copy_options(sources: Sequence[dict[str, Any]], double: Optimizer) -> None:
     """Gives the groups of a double the present options of the groups that they stand for."""
     for source, group in zip(sources, double.param_groups, strict=True):
-        for key, value in source.items():
-            if key != "params":
-                group[key] = value
+        group.update({key: value for key, value in source.items() if key != "params"})
 
 
-def check(optimizer: Optimizer) -> None:
+def take_options(sources: Sequence[dict[str, Any]], double: Optimizer) -> None:
+    """Gives these groups the options that a step of the double has changed."""
+    for source, group in zip(sources, double.param_groups, strict=True):
+        source.update({key: group[key] for key in source if key != "params"})
+
+
+def check(optimizer: Optimizer, offloads: bool = False) -> None:
     """Raises if an optimizer finds other values for parameters laid flat and cut, as in ZeRO.
 
-    No list says which do: a copy steps a small parameter, and the same one in two flat parts. It
-    takes milliseconds; the real parameters and the random streams stay as they are.
+    No list says which do: a copy steps a small parameter, and two more step the same one in two
+    flat parts, as two ranks. It takes milliseconds; the real parameters and the random streams stay
+    as they are. `offloads`: whether the masters will be in the memory of the host.
 
     Raises:
         ValueError: saying what happened.
@@ -72,12 +78,12 @@ def check(optimizer: Optimizer) -> None:
         raise ValueError(
             f"{name} was prepared under DeepSpeed, but it steps each parameter during the backward, before gradients have travelled. {advice}"
         )
-    device = optimizer.param_groups[0]["params"][0].device
+    device = torch.device("cpu") if offloads else optimizer.param_groups[0]["params"][0].device
     whole = torch.linspace(-1, 1, 12, device=device)
     try:
-        with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
+        with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
             expected = _tried(optimizer, [whole.view(_SHAPE)])
-            found = _tried(optimizer, [whole[:_CUT], whole[_CUT:]])
+            found = torch.cat([_tried(optimizer, [part]) for part in (whole[:_CUT], whole[_CUT:])])
     except Exception as error:
         raise ValueError(
             f"{name} was prepared under DeepSpeed, but a copy of it failed at a flat part of a parameter: {type(error).__name__}: {error}. "

@@ -55,6 +55,13 @@ class PreparedModel(nn.Module):
             )
         return self.module(*args, **kwargs)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients, those in partitions too."""
+        self.module.zero_grad(set_to_none)
+        engine: ModelEngine | None = vars(self)[_ENGINE]
+        if engine is not None:
+            engine.drop_gradients()
+
     def __getattr__(self, name: str) -> Any:
         modules = vars(self).get("_modules", {})
         if name in modules:

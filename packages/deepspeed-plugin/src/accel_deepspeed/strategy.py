@@ -31,7 +31,7 @@ from accel_core import (
     load_checkpoint_in_model,
     place_model,
 )
-from accel_core.api.component import override_class
+from accel_core.api.component import listed, override_class
 from accel_core.api.layouts import Elementwise
 from accel_core.api.strategy import check_alike, compile_calls, override_calls
 from accel_deepspeed import clipping, optimizer_double
@@ -116,7 +116,6 @@ class DeepSpeed(OlderAttributes, Strategy):
         self._leaves = tuple(moe_leaf_modules)
         self._world_or_none: World | None = None
         self._prepared: weakref.WeakKeyDictionary[nn.Module, PrepareRequest] = weakref.WeakKeyDictionary()
-        self._clipped: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def details(self) -> Mapping[str, str]:
         """The stage, what is kept where, and what is clipped."""
@@ -250,10 +249,10 @@ class DeepSpeed(OlderAttributes, Strategy):
     @hookimpl
     def clip_gradients(self, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:
         """By the norm over all parts. A collective."""
-        own = {id(each): each for each in parameters}
+        own, engines = {id(each): each for each in parameters}, live_engines()
         if self.configuration.clipping is not None and not math.isinf(max_norm):
-            self._clipped.update(each for each in self._prepared if own.keys() & set(map(id, each.parameters())))
-        engines = live_engines()
+            for engine in engines:
+                engine.clipped |= any(id(each) in own for each in engine.model.parameters())
         parts = [part for engine in engines for part in engine.sent_gradients(own)]
         whole = [each.grad for each in own.values() if each.grad is not None]
         clipped = [engine for engine in engines if engine.has_gradients and engine.fragments.keys() <= own.keys()]
@@ -371,7 +370,7 @@ class DeepSpeed(OlderAttributes, Strategy):
         prepare_operators(compiled_for(optimizer, configuration), self._world, _say)
         realise(optimizer, configuration, self._world.device.type)
         if configuration.stage:
-            optimizer_double.check(optimizer)
+            optimizer_double.check(optimizer, offloads=configuration.offload_optimizer != "none")
             optimizer_double.declare_layouts(optimizer)
         if self._leaves and configuration.stage == 3:
             set_leaf_modules(model, self._leaves)
@@ -417,11 +416,10 @@ class DeepSpeed(OlderAttributes, Strategy):
 
     def _clip_unasked(self, engines: Sequence[ModelEngine]) -> None:
         """Clips the gradients of each model by the configured norm, unless the loop has."""
-        for prepared in self._prepared:
-            engine = engine_of(prepared)
-            if engine in engines and prepared not in self._clipped:
-                self.clip_gradients(list(prepared.parameters()), self.configuration.clipping or math.inf, 2.0)
-            self._clipped.discard(prepared)
+        for engine in engines:
+            if not engine.clipped:
+                self.clip_gradients(list(engine.model.parameters()), self.configuration.clipping or math.inf, 2.0)
+            engine.clipped = False
 
 
 def only_optimizer(optimizers: Sequence[Optimizer], model: nn.Module) -> Optimizer:
@@ -430,10 +428,9 @@ def only_optimizer(optimizers: Sequence[Optimizer], model: nn.Module) -> Optimiz
     held = {id(each) for group in optimizer.param_groups for each in group["params"]}
     left = [name for name, each in model.named_parameters() if each.requires_grad and id(each) not in held]
     if left:
-        shown = ", ".join(left[:8]) + (f" and {len(left) - 8} more" if len(left) > 8 else "")
         raise ValueError(
             f"{type(optimizer).__name__} holds a part of the trained parameters of {type(model).__name__}, but DeepSpeed steps a model by one "
-            f"optimizer, and these are not in it: {shown}. Put them all into one optimizer, in groups of their own if need be; or "
+            f"optimizer, and these are not in it: {listed(left)}. Put them all into one optimizer, in groups of their own if need be; or "
             f"set requires_grad_(False) on those that are not to be trained."
         )
     return optimizer

@@ -28,12 +28,20 @@ if TYPE_CHECKING:
 
 
 def build(
-    factory: Callable[..., nn.Module], checkpoint: Path | None, world: World, sizes: Sizes, options: Options
+    factory: Callable[..., nn.Module],
+    checkpoint: Path | None,
+    world: World,
+    sizes: Sizes,
+    options: Options,
+    number: int,
 ) -> nn.Module:
-    """This rank's stages of a model; the model itself, if there is no pipeline. A collective."""
+    """This rank's stages of a model; the model itself, if there is no pipeline. A collective.
+
+    `number`: of the model, for each begins random streams of its own.
+    """
     from megatron.core import parallel_state
 
-    begin(world, 0)
+    begin(world, 2 * number, alike=True)
     settings = {**sizes.settings(), "sequence_parallel": options.sequence_parallel}
     if sizes.pipeline > 1:
         settings["pipeline_dtype"] = torch.float32
@@ -47,6 +55,7 @@ def build(
         return chunks[0] if sizes.pipeline == 1 else Stages(chunks)
 
     model = on_each_rank(world, "for a model to be built", made)
+    begin(world, 2 * number + 1)  # for dropout
     if isinstance(model, Stages):
         model.exchange(world)
     if checkpoint is not None:

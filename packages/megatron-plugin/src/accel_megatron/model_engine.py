@@ -285,6 +285,10 @@ class ModelEngine:
             optimizer_double.copy_options(optimizer, distributed.optimizer)
             distributed.prepare_grads()
             distributed.step_with_ready_grads()
+        # A forward since the backward, for a metric, has gathered the weights from before the step.
+        for chunk in self.chunks:
+            for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+                group.param_gather_dispatched = False
         self.link_state(optimizer)
 
     def scale_some(self, wanted: Mapping[int, Any], factor: torch.Tensor) -> None:

@@ -18,14 +18,21 @@ if TYPE_CHECKING:
     from accel_core import World
 
 
-def begin(world: World, number: int) -> None:
-    """Begins all streams anew, from the seed of rank 0 and a number. A collective."""
+def begin(world: World, number: int, *, alike: bool = False) -> None:
+    """Begins all streams anew, torch's of the device too, from the seed of rank 0 and a number. A collective.
+
+    Stages of a pipeline draw differently, and replicas too unless they are to be `alike`: for the
+    weights of a model.
+    """
+    from megatron.core import parallel_state
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     told = torch.tensor([derive_seed(torch.initial_seed(), number) % 2**31], device=world.device)
     if world.size > 1:
         dist.broadcast(told, src=0)
-    model_parallel_cuda_manual_seed(int(told), force_reset_rng=True)
+    stage, replica = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_data_parallel_rank()
+    seed = derive_seed(int(told), stage, 0 if alike else replica + 1) % 2**31
+    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
 
 def capture() -> dict[str, Any] | None:

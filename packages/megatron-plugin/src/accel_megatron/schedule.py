@@ -97,7 +97,7 @@ class Schedule:
                 parts.append((loss.detach(), weight))
                 if self._reference is None:
                     self._reference = self._mean_weight(self._total(parts)) or 1.0
-                # Megatron divides by the number of micro-batches.
+                # Megatron divides by the number of micro-batches, which may be another one on each rank.
                 return loss.to(torch.promote_types(loss.dtype, torch.float32)) * (count / self._reference), {}
 
             return chunk(*args, **kwargs), loss_of

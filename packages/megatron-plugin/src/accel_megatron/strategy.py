@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_core import DistributedType, Layout, Strategy, hookimpl
+from accel_core.api.component import listed
 from accel_core.api.layouts import Elementwise
 from accel_megatron import clipping
 from accel_megatron.options import Options
@@ -111,6 +112,8 @@ class Megatron(Strategy):
         self._options = Options(sequence_parallel, distributed_optimizer, overlap_grad_reduce, overlap_param_gather)
         self._world_or_none: World | None = None
         self._arrangement: Any = None
+        self._built = 0  # models that were built here
+        self._scales_losses = False
         self._prepared: weakref.WeakKeyDictionary[nn.Module, Schedule] = weakref.WeakKeyDictionary()
 
     def details(self) -> Mapping[str, str]:
@@ -144,7 +147,8 @@ class Megatron(Strategy):
         """The stages of this rank, with the weights of the checkpoint, of which it reads its parts."""
         from accel_megatron.building import build
 
-        return build(factory, checkpoint, self._world, self._sizes, self._options)
+        number, self._built = self._built, self._built + 1
+        return build(factory, checkpoint, self._world, self._sizes, self._options, number)
 
     @hookimpl
     def prepare_model(self, model: nn.Module, optimizers: Sequence[Optimizer], request: PrepareRequest) -> nn.Module:
@@ -155,6 +159,7 @@ class Megatron(Strategy):
         if isinstance(model, PreparedModel):
             return model
         engine = prepare(model, request, self._world, self._sizes, self._options)
+        self._scales_losses = request.policy.compute is torch.float16
         if engine is None:
             return model
         prepared = PreparedModel(model, engine)
@@ -195,6 +200,13 @@ class Megatron(Strategy):
         engines = self._engines()
         for engine in engines:
             engine.expect_backward()
+        if any(_has_auxiliary_losses(engine.config) for engine in engines):
+            if self._scales_losses:
+                raise RuntimeError(
+                    "accelerator.backward(loss) scales the loss for fp16, but not what routers of experts and further heads add to it. Call "
+                    "accelerator.forward_backward, which scales both; or train in bf16."
+                )
+            _scale_auxiliary_losses(torch.full((), weight, device=self._world.device))
         with ExitStack() as stack:
             for engine in engines:
                 stack.enter_context(engine.held())
@@ -361,10 +373,9 @@ class Megatron(Strategy):
             return
         left = [part.name for key, part in engine.parts.items() if key not in held]
         if left:
-            shown = ", ".join(left[:8]) + (f" and {len(left) - 8} more" if len(left) > 8 else "")
             raise ValueError(
                 f"{type(optimizer).__name__} holds a part of the trained parameters of {type(vars(prepared)['_modules']['module']).__name__}, "
-                f"but Megatron keeps the gradients of a model together, for one optimizer, and these are not in it: {shown}. Put them all "
+                f"but Megatron keeps the gradients of a model together, for one optimizer, and these are not in it: {listed(left)}. Put them all "
                 f"into one optimizer, in groups of their own if need be; or set requires_grad_(False) on those that are not to be trained."
             )
         engine.adopt(optimizer)
@@ -392,6 +403,22 @@ def _check_size(name: str, size: object) -> None:
         raise ValueError(
             f"Megatron({name}={size!r}): expected how many, a whole number of at least 1. Leave it out for 1."
         )
+
+
+def _has_auxiliary_losses(config: Any) -> bool:
+    given = getattr(config, "moe_aux_loss_coeff", 0.0)  # a list where there are several kinds of losses
+    of_routers = [*(given if isinstance(given, list) else [given]), getattr(config, "moe_z_loss_coeff", None)]
+    has_routers = getattr(config, "num_moe_experts", None) and any(of_routers)
+    return bool(has_routers or getattr(config, "mtp_num_layers", None))
+
+
+def _scale_auxiliary_losses(scale: torch.Tensor) -> None:
+    """Weighs what routers of experts, and further heads, add to the loss in a backward of Megatron's own."""
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+    from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+
+    MoEAuxLossAutoScaler.set_loss_scale(scale)
+    MTPLossAutoScaler.set_loss_scale(scale)
 
 
 def _run_backward(loss: torch.Tensor, weight: float, options: dict[str, Any]) -> None:

@@ -204,7 +204,7 @@ def _check_policy(policy: PrecisionPolicy) -> None:
         raise ValueError(
             "A precision in float16 was asked for, which XLA devices do not train in. Take mixed_precision='bf16'."
         )
-    if policy.reduce not in (None, torch.float32, policy.param):
+    if policy.reduce not in (None, policy.param or torch.float32):
         raise ValueError(
             f"Gradients were to travel in {policy.reduce}, and XLA adds them in the dtype of their parameters. Leave reduce out."
         )
