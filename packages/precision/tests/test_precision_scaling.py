@@ -145,7 +145,92 @@ def test_a_loop_that_drops_what_is_not_finite_gets_a_smaller_scale_all_the_same(
             loop.optimizer.zero_grad()
             scales.append(loop.scaling.value)
 
-    assert scales == [1024.0, 1024.0, 512.0, 256.0]
+    assert scales == [1024.0, 512.0, 256.0, 128.0]
+
+
+CLEARS = {
+    "by the optimizer": lambda loop: loop.optimizer.zero_grad(),
+    "to zeros": lambda loop: loop.optimizer.zero_grad(set_to_none=False),
+    "by the model": lambda loop: loop.model.zero_grad(),
+    "by hand": lambda loop: [setattr(each, "grad", None) for each in loop.model.parameters()],
+}
+
+
+@pytest.mark.parametrize("clips", [True, False])
+@pytest.mark.parametrize("clear", CLEARS)
+def test_a_step_that_is_skipped_by_hand_leaves_nothing_behind(clear: str, clips: bool) -> None:
+    """Whoever clears the gradients, and whether the next step is clipped or not."""
+
+    def train(precision: Any) -> list[torch.Tensor]:
+        loop = Loop(precision)
+        for _ in range(2):
+            loop.accelerator.backward(loop.model(rows()).pow(2).mean())
+            loop.accelerator.clip_grad_norm_(loop.model.parameters(), 0.05)
+            CLEARS[clear](loop)
+            loop.step(clip=0.05 if clips else None)
+        return weights(loop.model)
+
+    assert same(train("no"), train(full_precision(growth_interval=1)))
+
+
+def test_a_window_that_is_dropped_by_hand_leaves_nothing_behind() -> None:
+    def train(precision: Any) -> list[torch.Tensor]:
+        loop = Loop(precision)
+        for number in range(4):
+            window(loop.accelerator, loop.model)
+            loop.accelerator.clip_grad_norm_(loop.model.parameters(), 0.05)
+            if number % 2:
+                loop.optimizer.step()
+            loop.model.zero_grad()
+        return weights(loop.model)
+
+    assert same(train("no"), train(full_precision(init_scale=4.0, growth_interval=1)))
+
+
+def test_a_norm_behind_the_step_says_nothing_of_the_next_gradients() -> None:
+    def train(precision: Any) -> list[torch.Tensor]:
+        loop = Loop(precision)
+        for _ in range(2):
+            loop.accelerator.backward(loop.model(rows()).pow(2).mean())
+            loop.accelerator.clip_grad_norm_(loop.model.parameters(), 0.05)
+            loop.optimizer.step()
+            loop.accelerator.clip_grad_norm_(loop.model.parameters(), float("inf"))
+            loop.model.zero_grad()
+        return weights(loop.model)
+
+    assert same(train("no"), train(full_precision()))
+
+
+MIXED = r"gradients of SGD were unscaled, .* and then a backward added others, .*Clip after the last backward"
+
+
+@pytest.mark.parametrize("added", ["backward", "window"])
+@pytest.mark.parametrize("then", ["clip", "unscale", "step"])
+def test_gradients_that_are_added_to_unscaled_ones_are_refused(added: str, then: str) -> None:
+    loop = Loop(full_precision())
+    calls = {
+        "clip": lambda: loop.accelerator.clip_grad_norm_(loop.model.parameters(), 1.0),
+        "unscale": loop.accelerator.unscale_gradients,
+        "step": loop.optimizer.step,
+    }
+    before = weights(loop.model)
+    loop.accelerator.backward(loop.model(rows()).pow(2).mean())
+    loop.accelerator.unscale_gradients()
+    for _ in range(2):
+        if added == "window":
+            window(loop.accelerator, loop.model)
+        else:
+            loop.accelerator.backward(loop.model(rows()).pow(2).mean())
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=MIXED):
+            calls[then]()
+    assert same(weights(loop.model), before)
+
+    loop.optimizer.zero_grad()
+    plain = Loop("no")
+    for each in (loop, plain):
+        each.step(clip=0.05)
+    assert same(weights(loop.model), weights(plain.model))
 
 
 def test_clipping_after_the_step_leaves_the_gradients_alone() -> None:
@@ -155,6 +240,10 @@ def test_clipping_after_the_step_leaves_the_gradients_alone() -> None:
     loop.optimizer.step()
 
     assert torch.equal(loop.accelerator.clip_grad_norm_(loop.model.parameters(), 100.0), first)
+
+
+def window(accelerator: Accelerator, model: nn.Module) -> None:
+    accelerator.forward_backward(model, rows().chunk(2), lambda output, _: (output.pow(2).sum(), len(output)))
 
 
 class Pair:
@@ -235,6 +324,43 @@ def test_gradients_that_are_unscaled_wait_for_their_step_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("clips", [True, False])
+def test_gradients_wait_for_their_step_while_another_optimizer_has_a_window(clips: bool) -> None:
+    """Those that are unscaled stay as they are, and the others follow the scale, which changes meanwhile."""
+
+    def train(precision: Any) -> list[torch.Tensor]:
+        pair = Pair(precision)
+        for _ in range(2):
+            pair.backward(0)
+            window(pair.accelerator, pair.models[1])
+            if clips:
+                pair.accelerator.clip_grad_norm_(pair.models[1].parameters(), 0.05)
+            pair.step(0)
+            window(pair.accelerator, pair.models[0])
+            pair.step(0)
+            if clips:
+                nn.utils.clip_grad_value_(pair.models[1].parameters(), 0.01)  # of the user, who may
+            pair.step(1)
+        return pair.weights()
+
+    assert same(train("no"), train(full_precision(init_scale=4.0, growth_interval=1)))
+
+
+def test_optimizers_by_turns_may_all_be_unscaled_at_each_turn() -> None:
+    """One of them has no gradients then."""
+
+    def train(precision: Any) -> list[torch.Tensor]:
+        pair = Pair(precision)
+        for _ in range(3):
+            for number in range(2):
+                pair.backward(number)
+                pair.accelerator.unscale_gradients()
+                pair.step(number)
+        return pair.weights()
+
+    assert same(train("no"), train(full_precision(init_scale=4.0, growth_interval=1)))
+
+
+@pytest.mark.parametrize("clips", [True, False])
 def test_a_rank_whose_losses_are_scaled_elsewhere_keeps_up_with_the_scale(clips: bool) -> None:
     """As a stage of a pipeline does: it runs backwards, but has no loss."""
     plain, stage = Loop("no"), Loop(full_precision(init_scale=4.0, growth_interval=1))
@@ -245,6 +371,23 @@ def test_a_rank_whose_losses_are_scaled_elsewhere_keeps_up_with_the_scale(clips:
             if clips:
                 loop.accelerator.clip_grad_norm_(loop.model.parameters(), 0.05)
             loop.optimizer.step()
+            loop.optimizer.zero_grad()
+
+    assert same(weights(plain.model), weights(stage.model))
+
+
+@pytest.mark.parametrize("clips", [True, False])
+def test_such_a_rank_keeps_up_where_steps_are_skipped_by_hand(clips: bool) -> None:
+    plain, stage = Loop("no"), Loop(full_precision(init_scale=4.0, growth_interval=1))
+    for step in range(6):
+        for loop, scale in ((plain, 1.0), (stage, 4.0 * 2**step)):
+            skips = step % 3 == 0
+            loop.accelerator._accumulation.count_backward()
+            (loop.model(rows()).pow(2).mean() * scale).backward()
+            if clips or skips:
+                loop.accelerator.clip_grad_norm_(loop.model.parameters(), 0.05)
+            if not skips:
+                loop.optimizer.step()
             loop.optimizer.zero_grad()
 
     assert same(weights(plain.model), weights(stage.model))

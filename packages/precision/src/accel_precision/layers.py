@@ -10,13 +10,11 @@ from types import MappingProxyType
 from torch import nn
 
 from accel_core import get_logger
-from accel_core.api.component import as_sequence
+from accel_core.api.component import as_sequence, listed
 
 Filter = Callable[[nn.Module, str], bool]
 Misfit = Callable[[nn.Linear], str | None]
 """Says why a layer cannot be converted; None if it can."""
-
-_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -188,5 +186,4 @@ def _prefixes(name: str) -> Iterator[str]:
 
 
 def _listed(names: Mapping[str, str]) -> str:
-    shown = [f"{name or 'the model itself'} ({why})" if why else name for name, why in list(names.items())[:_SHOWN]]
-    return ", ".join(shown) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+    return listed([f"{name or 'the model itself'} ({why})" if why else name for name, why in names.items()])

@@ -13,6 +13,10 @@ by turns, each after a backward of its own, give one update per turn. One that w
 gradients of the old scale, has them multiplied to match the new one, also those that the strategy
 holds outside of `.grad`.
 
+**What is unscaled.** The gradients of an optimizer, from the first clipping after a backward to the
+step, or until they are cleared, by whomever. Meanwhile, a backward may run for other optimizers. If
+it adds to these, the sum has no scale: the next clipping or step raises.
+
 **What it costs.** One pass over the gradients, and one wait for the device per step, to learn
 whether to leave it out. Where ranks hold parts of the parameters, also one all-reduce of one
 number. Optimizers whose kernels take the scale and the overflow themselves (`fused=True`) need no
@@ -43,6 +47,7 @@ if TYPE_CHECKING:
     from accel_core.api.precision import Prepared
 
 _STATE = {"scale", "growth_tracker"}
+_Held = tuple["Optimizer", list[torch.Tensor], list[tuple[int, int]]]
 
 
 class LossScaling:
@@ -79,11 +84,19 @@ class LossScaling:
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Multiplies a loss of any shape; a 0-d result has at least single precision."""
+        held = self._held() if self._scaler.stages else ()
         self._settle()
-        return self._scaler.scale(loss)
+        scaled = self._scaler.scale(loss)
+        if held and scaled.requires_grad:
+            _behind_backward(scaled, partial(_mark_mixed, held))
+        return scaled
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Divides the gradients of `optimizer` in place, once between a backward and the step."""
+        """Divides the gradients of `optimizer` in place, once between a backward and the step.
+
+        Raises:
+            RuntimeError: if a backward has added to gradients that were unscaled before.
+        """
         if self.options.enabled:
             self._meet(optimizer)
             self._scaler.unscale_again(optimizer)
@@ -99,7 +112,7 @@ class LossScaling:
             What `step` returned, or `accel_core.SKIPPED`, or where only the device knows, which.
 
         Raises:
-            RuntimeError: if the step has a closure.
+            RuntimeError: if the step has a closure, or a backward has added to unscaled gradients.
         """
         if not self.options.enabled:
             return step()
@@ -160,14 +173,38 @@ class LossScaling:
                 if id(optimizer) not in recorded:
                     yield from _gradients(optimizer)
 
+    def _held(self) -> list[_Held]:
+        """Optimizers whose unscaled gradients wait for their step. Forgets those that were cleared."""
+        held = []
+        for owner in self._owners:
+            for optimizer in owner.optimizers:
+                gate, waits = gate_of(optimizer), self._scaler.is_unscaled(optimizer)
+                if gate is None or not (waits or gate.unscaled):
+                    continue
+                waiting = _gradients(optimizer) if waits and gate.unscaled is not False else []
+                if waiting:
+                    held.append((optimizer, waiting, _seen(waiting)))
+                else:  # by hand, by the model, or by the optimizer; or they were clipped once more behind the step
+                    self._scaler.drop(optimizer)
+                    gate.unscaled = False
+        return held
+
     def _meet(self, optimizer: Optimizer) -> None:
         """An optimizer is about to unscale, or to step."""
         gate = gate_of(optimizer)
         if gate is None:
             return
+        if gate.unscaled is None:
+            raise RuntimeError(
+                f"The gradients of {type(optimizer).__name__} were unscaled, by clip_grad_norm_() say, and then a backward added "
+                f"others, which are multiplied by the loss scale. Clip after the last backward before optimizer.step(); or "
+                f"call optimizer.step() or optimizer.zero_grad() before the next backward."
+            )
         owner = gate.owner()
         if owner is not None:
             self._owners.add(owner)  # which knows the optimizers beside this one, also those that have never stepped
+        if not gate.unscaled:
+            self._scaler.drop(optimizer)
         if self._scaler.has_stepped(optimizer) and gate.seen_backwards != gate.accumulation.total_backwards:
             self._settle()  # the loss of this backward was scaled on another rank, that of a pipeline's last stage
 
@@ -224,15 +261,25 @@ class _Scaler(GradScaler):
         """Whether the optimizer has stepped since the last update."""
         return self.stages[id(optimizer)]["stage"] is OptState.STEPPED
 
+    def is_unscaled(self, optimizer: Optimizer) -> bool:
+        """Whether the optimizer has unscaled and not stepped."""
+        state = self.stages.get(id(optimizer))
+        return state is not None and state["stage"] is OptState.UNSCALED
+
+    def drop(self, optimizer: Optimizer) -> None:
+        """Counts gradients that were unscaled, and have been dropped, as a step."""
+        if self.is_unscaled(optimizer):
+            # For their overflow: a loop that drops whatever is not finite would never see a smaller scale.
+            self.stages[id(optimizer)]["stage"] = OptState.STEPPED
+
     def unscale_again(self, optimizer: Optimizer) -> None:
         """Unscales, also where gradients that were unscaled have been dropped without a step."""
         if self.has_stepped(optimizer):
             return  # what is there has been unscaled for that step
-        state = self.stages[id(optimizer)]
-        if state["stage"] is OptState.UNSCALED:
-            # Its overflow counts all the same: a loop that drops whatever is not finite would never see a smaller scale.
-            state["stage"] = OptState.STEPPED
-            self.stages[id(state)] = self.stages.pop(id(optimizer))
+        if self.is_unscaled(optimizer):  # nobody watches over this optimizer
+            self.drop(optimizer)
+            state = self.stages.pop(id(optimizer))
+            self.stages[id(state)] = state
         self.unscale_(optimizer)
 
     def finish(self, optimizer: Optimizer) -> bool:
@@ -341,8 +388,9 @@ def _reads_attributes(step: Any) -> bool:
     return "grad_scaler" not in inspect.signature(step).parameters
 
 
-def _gradients(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    """This rank's gradients of an optimizer, live, wherever they are kept."""
+@torch.no_grad()  # under which the memory of a DTensor is no part of a graph
+def _gradients(optimizer: Optimizer) -> list[torch.Tensor]:
+    """This rank's gradients of an optimizer, live, wherever they are kept, or set aside during a window."""
     parameters = list(held_by(optimizer))
     for parameter in parameters:
         if parameter.grad is not None and parameter.grad.is_sparse:
@@ -350,7 +398,29 @@ def _gradients(optimizer: Optimizer) -> Iterator[torch.Tensor]:
             parameter.grad = parameter.grad.coalesce()
     gate = gate_of(optimizer)
     owner = None if gate is None else gate.owner()
-    yield from map(_local, (Gradients() if owner is None else owner.gradients).tensors(parameters))
+    gradients, own = Gradients() if owner is None else owner.gradients, {id(each) for each in parameters}
+    aside = [gradient for parameter, gradient in gradients.aside if id(parameter) in own]
+    return [_local(gradient) for gradient in (*gradients.tensors(parameters), *aside)]
+
+
+def _seen(gradients: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
+    """What changes with the gradients: where they are, and how often they were written to."""
+    return [(gradient.data_ptr(), gradient._version) for gradient in gradients]
+
+
+def _mark_mixed(held: Iterable[_Held]) -> None:
+    """A backward has ended: optimizers whose unscaled gradients it has changed can neither step nor clip."""
+    for optimizer, _, seen in held:
+        gate = gate_of(optimizer)
+        if gate is not None and _seen(_gradients(optimizer)) != seen:
+            gate.unscaled = None
+
+
+def _behind_backward(loss: torch.Tensor, call: Callable[[], None]) -> None:
+    """Has `call` called at the end of the backward of `loss`."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    # Queued from the queue: behind what strategies have queued, who deliver gradients at the end of a backward.
+    loss.register_hook(lambda _: engine.queue_callback(lambda: engine.queue_callback(call)))
 
 
 def _local(gradient: Any) -> torch.Tensor:
