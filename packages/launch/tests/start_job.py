@@ -76,6 +76,39 @@ def resuming() -> None:
     say(f"began at {len(saved)}, ended with {accelerator.unwrap_model(model).weight.item():g}")
 
 
+def loading() -> None:
+    """Saves and ends when told to, by the signal after "loads-", in a loop that workers of a DataLoader feed."""
+    from torch.utils.data import DataLoader
+
+    from accel_core import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(range(10**6), num_workers=2))
+    accelerator.stop_on_signal(way.removeprefix("loads-"))
+    for number, _ in enumerate(loader):
+        if number == 0:
+            (folder / f"pid-{rank}").write_text(str(os.getpid()))
+        if accelerator.should_stop():
+            time.sleep(0.5)
+            accelerator.save_state(folder / "saved")
+            return
+
+
+def preempted() -> None:
+    """The ranks of two machines stop together when one machine is told to; some need longer."""
+    stop = folder.parent / f"stop-{os.environ['MASTER_PORT']}"
+    signal.signal(signal.SIGTERM, lambda *_: stop.touch())
+    (folder / f"pid-{rank}").write_text(str(os.getpid()))
+    end = time.monotonic() + 60
+    while not stop.exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    time.sleep(float(os.environ.get("TAKES", "0")))
+
+
+if way.startswith("loads-"):
+    loading()
+if way == "preempted":
+    preempted()
 if way in {"raises", "exits", "is-killed"} and rank == 1:
     fails()
 if way == "reports":
@@ -119,9 +152,19 @@ if way == "told":
     for number in (signal.SIGUSR1, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, told)
     stay()
-if way == "children":
+if way.startswith("children"):
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     (folder / f"child-{rank}").write_text(str(child.pid))
+    if way == "children-needed":  # to save, as a loader's workers are
+
+        def end_child(*_: object) -> None:
+            time.sleep(0.3)
+            (folder / f"saved-{rank}").write_text(str(child.poll()))
+            child.kill()
+            child.wait()
+            sys.exit(0)
+
+        signal.signal(signal.SIGTERM, end_child)
     stay()
 if way.startswith("collective"):
     collective()

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 import signal
+import socket
+import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from start_many import Launch, Result, run_together
+from start_many import HERE, Launch, Result, run_together
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from accel_launch.starting.failures import Scene, find_failures, from_torch, listed, summary
@@ -32,9 +35,25 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
         Launch("deaf", "deaf", TWO, ["SIGINT"]),
         Launch("deaf, killed", "deaf", TWO, ["SIGKILL"]),
         Launch("children", "children", TWO, ["SIGINT"]),
+        Launch("children, killed", "children-needed", TWO, ["SIGKILL"]),
         Launch("told", "told", TWO, ["SIGUSR1", "SIGINT", "SIGTERM"]),
     ]
-    return run_together(launches, tmp_path_factory.mktemp("failures"))
+    folder = tmp_path_factory.mktemp("failures")
+    script = f"trap : TERM; {sys.executable} {HERE / 'start_job.py'} told {folder / 'shell'}; exit 0"
+    launches.append(Launch("shell", f"${script}", TWO, ["SIGTERM"]))
+    for told, port in enumerate(unused_ports(2)):
+        machines = {"num_machines": 2, "num_processes": 4, "main_process_ip": "127.0.0.1", "main_process_port": port}
+        for rank in (0, 1):
+            signals, takes = (["SIGTERM"], "0") if rank == told else ([], "1")
+            options = {**machines, "machine_rank": rank}
+            launches.append(Launch(f"{told} told, {rank}", "preempted", options, signals, {"TAKES": takes}))
+    return run_together(launches, folder)
+
+
+def unused_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        servers = [stack.enter_context(socket.create_server(("", 0))) for _ in range(count)]
+        return [server.getsockname()[1] for server in servers]
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +66,9 @@ def collective(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
     launches += [
         Launch(name, "collective-all-raise", {"num_processes": 3, **options})
         for name, options in (("all raise", {"max_restarts": 1}), ("all raise, redirected", redirected))
+    ]
+    launches += [
+        Launch(f"loads-{name}", f"loads-{name}", {"num_processes": 2}, [name]) for name in ("SIGTERM", "SIGUSR1")
     ]
     return run_together(launches, folder, 90.0)
 
@@ -111,6 +133,41 @@ def test_script_that_saves_when_it_is_told_to_end_has_its_time(results: dict[str
     result = results["saves"]
     assert [(result.folder / f"saved-{rank}").read_text() for rank in (0, 1)] == ["SIGTERM"] * 2
     assert result.status == 143
+
+
+@pytest.mark.parametrize("name, status", [("SIGTERM", 143), ("SIGUSR1", 0)])
+def test_rank_with_workers_of_a_loader_saves_when_its_launcher_alone_is_told(
+    collective: dict[str, Result], name: str, status: int
+) -> None:
+    result = collective[f"loads-{name}"]
+    assert (result.folder / "saved" / "manifest.json").exists(), result.errors
+    assert (result.status, result.left) == (status, []), result.errors
+
+
+def test_rank_of_a_launcher_that_was_killed_has_its_children_until_it_ends(results: dict[str, Result]) -> None:
+    result = results["children, killed"]
+    assert [(result.folder / f"saved-{rank}").read_text() for rank in (0, 1)] == ["None"] * 2
+    assert (result.status, result.left) == (-signal.SIGKILL, [])
+
+
+def test_signal_reaches_what_a_shell_has_started(results: dict[str, Result]) -> None:
+    result = results["shell"]
+    assert [(result.folder / f"told-{rank}").read_text() for rank in (0, 1)] == ["SIGTERM\n"] * 2
+    assert (result.status, result.left) == (143, [])
+
+
+@pytest.mark.parametrize("told", [0, 1])
+def test_machine_that_is_told_to_stop_gives_all_its_exit_status(results: dict[str, Result], told: int) -> None:
+    """So that who starts machines starts all of them again, and none counts as complete."""
+    both = [results[f"{told} told, {rank}"] for rank in (0, 1)]
+    assert [result.status for result in both] == [143, 143], both[0].errors + both[1].errors
+    assert all(result.seconds < LIMIT for result in both)
+    assert both[told].errors == ""
+    assert re.fullmatch(
+        rf"accel launch: machine {told} \(\S+, process \d+\) was told to stop by SIGTERM, which stopped the run\. This machine's "
+        r"processes have finished; its exit status is 143, so that all machines are started again\.\n",
+        both[1 - told].errors,
+    )
 
 
 def test_rank_that_does_not_end_is_killed_after_the_timeout(results: dict[str, Result]) -> None:

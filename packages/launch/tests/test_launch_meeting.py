@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -64,9 +65,9 @@ def come(member: Machines) -> object:
         raise
 
 
-def finish(member: Machines) -> None:
+def finish(member: Machines) -> int:
     try:
-        member.finish()
+        return member.finish()
     finally:
         member.shutdown()
 
@@ -230,17 +231,94 @@ def test_machine_0_stays_until_all_have_finished_and_nobody_waits_for_one_that_h
         assert error_of(future) == f"The processes of machine {number} have finished, but: {message}"
 
 
-def test_a_run_that_ends_well_leaves_the_port_to_the_next_and_waits_for_nobody_who_vanished(cluster):
+def test_a_run_that_ends_well_leaves_the_port_to_the_next(cluster):
     run = cluster(2)
     for _ in range(2):
         members = [run.machine(0), run.machine(1)]
         run.met(*members)
-        for future in [run.pool.submit(finish, member) for member in members]:
-            future.result(10)
+        assert [future.result(10) for future in [run.pool.submit(finish, member) for member in members]] == [0, 0]
+
+
+@pytest.mark.parametrize("vanished", [0, 1])
+def test_a_machine_that_vanished_before_it_had_finished_is_a_failure(cluster, monkeypatch, vanished):
+    run = cluster(2)
     members = [run.machine(0), run.machine(1)]
+    run.met(*members).clear()  # and with them machine 0's store, if it goes
+    monkeypatch.setattr(machines, "LOST", 2.0)
+    vanish(members[vanished])
+    message = error_of(run.pool.submit(finish, members[1 - vanished]))
+    assert message.startswith(f"The processes of machine {1 - vanished} have finished, but: Machine ")
+    if vanished:
+        assert re.search(
+            r"Machine 1 \(\S+, process \d+\) gave no sign of life for 2 s, and had not finished\. Look at the", message
+        )
+    else:
+        assert "machine 0, which keeps the meeting point, is gone" in message
+
+
+def test_a_launcher_that_was_halted_does_not_take_the_meeting_point_for_lost(cluster, monkeypatch):
+    run = cluster(1)
+    zero = run.machine(0)
+    run.met(zero)
+    monkeypatch.setattr(machines, "BEAT", 30.0)  # as of a thread that stood still with its process
+    monkeypatch.setattr(machines, "LOST", 0.2)
+    time.sleep(0.5)
+    assert zero.num_nodes_waiting() == 0
+
+
+def test_a_machine_that_gives_no_sign_of_life_for_some_time_is_waited_for(cluster):
+    run = cluster(2)
+    zero, one = run.machine(0), run.machine(1)
+    run.met(zero, one)
+    one._stop()
+    finishing = run.pool.submit(finish, zero)
+    time.sleep(1.5)  # longer than SILENCE
+    assert not finishing.done()
+    assert [one.finish(), finishing.done()] == [0, False], "machine 0 waits until it has left"
+    one.shutdown()
+    assert finishing.result(10) == 0
+
+
+def test_all_machines_hear_by_which_signal_one_was_told_to_stop(cluster, capfd):
+    run = cluster(3)
+    zero, one, two = members = [run.machine(rank) for rank in range(3)]
     run.met(*members)
-    vanish(members[1])
-    run.pool.submit(finish, members[0]).result(10)
+    finishing = run.pool.submit(finish, zero)
+    one.stop(signal.SIGTERM, 10)
+    time.sleep(0.3)
+    assert not finishing.done(), "machine 2 is at work"
+    assert [run.pool.submit(finish, two).result(10), finishing.result(10)] == [signal.SIGTERM] * 2
+    assert len(re.findall(r"accel launch: machine 1 \(.*\) was told to stop by SIGTERM", capfd.readouterr().err)) == 2
+
+
+def test_machine_0_that_was_told_to_stop_stays_for_the_others_as_long_as_its_ranks_had_time(cluster):
+    for patience, ends in ((10, True), (0, False)):
+        run = cluster(2)
+        zero, one = run.machine(0), run.machine(1)
+        run.met(zero, one)
+        start = time.monotonic()
+        leaving = run.pool.submit(zero.stop, signal.SIGINT, patience)
+        time.sleep(0.3)
+        if ends:
+            assert run.pool.submit(finish, one).result(10) == signal.SIGINT
+        leaving.result(10)
+        assert time.monotonic() - start < 5
+
+
+def test_a_machine_that_was_told_to_stop_and_has_come_back_stops_nobody(cluster, monkeypatch):
+    monkeypatch.setenv(OWN_STORE, "1")  # as the plan does
+    run = cluster(2)
+    zero, one = (run.machine(rank, restarts=1) for rank in range(2))
+    run.met(zero, one)
+    one._rounds._stop_heartbeats()
+    one.stop(signal.SIGTERM, 0)
+    (coming,) = run.come(again := run.machine(1, restarts=1))
+    eventually(lambda: again._rounds is not None)
+    run.met(zero)
+    coming.result(20)
+    assert [future.result(10) for future in [run.pool.submit(finish, each) for each in (zero, again)]] == [0, 0]
+    for each in (zero, again):
+        each._rounds._stop_heartbeats()
 
 
 def test_without_machine_0_the_others_end(cluster):
@@ -255,11 +333,27 @@ def test_without_machine_0_the_others_end(cluster):
 
 def test_a_machine_0_that_does_not_answer_for_long_counts_as_gone(cluster, monkeypatch):
     run = cluster(2)
-    zero, one = run.machine(0), run.machine(1)
-    run.met(zero, one)
-    monkeypatch.setattr(machines, "LOST", -1.0)
-    with pytest.raises(MeetingError, match=r"machine 0, which keeps the meeting point, is gone: no answer for \d+ s"):
-        one.num_nodes_waiting()
+    script = (
+        "import signal, sys\n"
+        "from datetime import timedelta\n"
+        "from accel_launch.starting.machines import Machines\n"
+        "from accel_launch.starting.meeting_store import Address, Card\n"
+        "Machines(Address('127.0.0.1', int(sys.argv[1])), Card(0, 2, 4), timedelta(seconds=20), '127.0.0.1').next_rendezvous()\n"
+        "signal.pause()\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script, str(run.address.port)]) as zero:
+        try:
+            one = run.machine(1, timeout=40)
+            run.come(one)[0].result(40)
+            assert one.num_nodes_waiting() == 0
+            monkeypatch.setattr(machines, "LOST", 0.3)
+            zero.send_signal(signal.SIGSTOP)
+            assert re.search(
+                r"machine 0, which keeps the meeting point, is gone: no answer for \d+ s", error_that_ends(one)
+            )
+            one.shutdown()
+        finally:
+            zero.kill()
 
 
 def test_who_waits_says_for_whom_and_gives_up_in_words(cluster, capfd, monkeypatch):

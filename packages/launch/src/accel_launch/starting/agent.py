@@ -31,15 +31,23 @@ class HostAgent(LocalElasticAgent):
     """The agent of one machine.
 
     `ranks` are the processes of this attempt, `failures` those of the last failed one, the first in
-    front. Processes have `patience` seconds to end; lines to console and files begin with `prefix`.
+    front, `stop_signal` that by which another machine was told to stop. Processes have `patience`
+    seconds to end; lines to console and files begin with `prefix`; `groups`: see `Ranks`.
     """
 
     def __init__(
-        self, spec: WorkerSpec, logs: Logs, signals: Signals, guard: Guard, patience: int, prefix: str | None
+        self,
+        spec: WorkerSpec,
+        logs: Logs,
+        signals: Signals,
+        guard: Guard,
+        patience: int,
+        prefix: str | None,
+        groups: bool,
     ) -> None:
         super().__init__(spec, logs, log_line_prefix_template=prefix)
-        self.ranks, self.failures = Ranks({}), list[Failure]()
-        self._logs, self._signals, self._guard, self._patience = logs, signals, guard, patience
+        self.ranks, self.failures, self.stop_signal = Ranks({}), list[Failure](), 0
+        self._logs, self._signals, self._guard, self._patience, self._groups = logs, signals, guard, patience, groups
         self._attempts, self._restarts = 0, spec.max_restarts
         if CAN_LOOK:
             # `ranks` are others in each attempt.
@@ -51,7 +59,8 @@ class HostAgent(LocalElasticAgent):
             pids: dict[int, Any] = super()._start_workers(worker_group)
             self._signals.install()  # torch has put its own in their place
             if CAN_LOOK:
-                self.ranks = Ranks({each.global_rank: pids[each.local_rank] for each in worker_group.workers})
+                own = {each.global_rank: pids[each.local_rank] for each in worker_group.workers}
+                self.ranks = Ranks(own, self._groups)
                 self._guard.watch(self.ranks.pids.values())
         self._attempts += 1
         return pids
@@ -84,7 +93,7 @@ class HostAgent(LocalElasticAgent):
     def _exit_barrier(self) -> None:
         handler = self._worker_group.spec.rdzv_handler
         if isinstance(handler, Machines):
-            handler.finish()
+            self.stop_signal = handler.finish()
         else:
             super()._exit_barrier()  # type: ignore[no-untyped-call]
 

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import math
+import signal
 import sys
 import threading
 import time
@@ -25,14 +27,15 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from accel_core.api.launcher import loopback_listener
+from accel_launch.output import warn
 from accel_launch.starting import meeting_store
-from accel_launch.starting.meeting_store import BEGUN, ENDED, FINISHED, LEFT, MeetingError, Pulse, Waiting, cards
+from accel_launch.starting.meeting_store import ENDED, FINISHED, LEFT, STOPPED, MeetingError, Pulse, Waiting, cards
 
 if TYPE_CHECKING:
     from accel_launch.starting.meeting_store import Address, Card
 
 BEAT, LOST = 0.5, 30.0
-"""Seconds between signs of life; and without an answer, after which the store is gone."""
+"""Seconds between signs of life; and without one, after which another machine is gone, or the store."""
 
 _STORE = timedelta(minutes=1)  # the messages of torch's agents once all machines are there
 _LAST_WORDS = 5.0  # seconds for which machine 0 keeps the store of a run that failed, so that the others hear why
@@ -99,8 +102,10 @@ class Machines(_StaticRendezvous):
         self._store: TCPStore | None = None
         self._rounds: RendezvousHandler | None = None
         self._finished = self._met = False
+        self._stop_signal = 0
+        self._last_words = _LAST_WORDS
         self._problem: MeetingError | None = None
-        self._answered = time.monotonic()
+        self._asked = math.inf  # when the store was asked for the answer that is waited for
         self._end = threading.Event()
         self._heart: threading.Thread | None = None
 
@@ -127,19 +132,36 @@ class Machines(_StaticRendezvous):
         self._check()
         return 0 if self._rounds is None else self._rounds.num_nodes_waiting()
 
-    def finish(self) -> None:
-        """Reports success here, and waits for the others; `MeetingError` if these fail."""
-        assert self._store is not None, "the machines have met"
+    def finish(self) -> int:
+        """Reports success here, and waits for the others. Returns the signal that stopped one, or 0.
+
+        Raises `MeetingError` if one fails, or is gone without a word.
+        """
+        store = self._store
+        assert store is not None, "the machines have met"
         self._finished = True
-        store, pulse = self._store, Pulse(self._store)
-        store.set(f"{FINISHED}/{self._card.rank}", "")
-        wait = Waiting(float("inf"))
-        while rest := [each.rank for each in self._others(store, FINISHED) if not pulse.is_silent(each)]:
-            try:
-                self._check()
-            except MeetingError as error:
-                raise MeetingError(f"The processes of machine {self._card.rank} have finished, but: {error}") from error
-            wait.goes_on(lambda: f"this machine has finished, and waits for {meeting_store.listed(rest)}")
+        try:
+            store.set(f"{FINISHED}/{self._card.identity}", "")
+            self._wait_for_others(store)
+        except (MeetingError, DistError) as error:
+            why = error if isinstance(error, MeetingError) else self._lost(str(error).splitlines()[0])
+            raise MeetingError(f"The processes of machine {self._card.rank} have finished, but: {why}") from error
+        self._last_words = LOST  # one that stands still is to hear that all have finished
+        for other in self._others(store):
+            if store.check([key := f"{STOPPED}/{other.identity}"]):
+                number = signal.Signals(int(store.get(key)))
+                warn(
+                    f"accel launch: {other} was told to stop by {number.name}, which stopped the run. This machine's "
+                    f"processes have finished; its exit status is {128 + number}, so that all machines are started again."
+                )
+                return number
+        return 0
+
+    def stop(self, number: int, patience: float) -> None:
+        """Tells the others that a signal stopped this machine; machine 0 stays `patience` for them."""
+        if self._met:
+            self._stop_signal, self._last_words = number, max(patience, _LAST_WORDS)
+            self.shutdown()
 
     def shutdown(self) -> bool:
         """Ends this machine's part: well if finished, else as failed by the current exception."""
@@ -148,23 +170,38 @@ class Machines(_StaticRendezvous):
             return True
         try:
             with contextlib.suppress(DistError):  # machine 0 is gone: nobody is left to be told
-                if time.monotonic() - self._answered < LOST:
+                if time.monotonic() - self._asked < LOST:
                     self._leave(store, sys.exc_info()[1])
         finally:
             self._stop()
         return True
 
     def _leave(self, store: TCPStore, error: BaseException | None) -> None:
-        if not self._finished:
+        if self._stop_signal:
+            store.set(f"{STOPPED}/{self._card.identity}", str(int(self._stop_signal)))
+        elif not self._finished:
             reason = str(error) if isinstance(error, MeetingError) else self._failure(error)
             meeting_store.end(store, reason, begun=self._met)  # who has met nobody ends no run of others
             if self._rounds is not None:
                 self._rounds.shutdown()
-        store.set(f"{LEFT}/{self._card.rank}", "")
-        pulse, wait = Pulse(store), Waiting(_LAST_WORDS)
-        while self._card.rank == 0 and wait.goes_on(str):
-            if all(pulse.is_silent(each) for each in self._others(store, LEFT)):
+        store.set(f"{LEFT}/{self._card.identity}", "")
+        wait = Waiting(self._last_words)
+        while self._card.rank == 0 and (rest := self._others(store, LEFT)):
+            ranks = meeting_store.listed([each.rank for each in rest])
+            if not wait.goes_on(lambda: f"this machine has ended, and keeps the meeting point for {ranks}"):  # noqa: B023
                 break
+
+    def _wait_for_others(self, store: TCPStore) -> None:
+        """Returns when all have finished, or said that they were told to stop."""
+        pulse, wait = Pulse(store, LOST), Waiting(float("inf"))
+        while rest := [each.rank for each in self._others(store, FINISHED, STOPPED) if not pulse.is_silent(each)]:
+            self._check()
+            wait.goes_on(lambda: f"this machine has finished, and waits for {meeting_store.listed(rest)}")
+        if gone := self._others(store, FINISHED, STOPPED):
+            raise MeetingError(
+                f"{' and '.join(map(meeting_store.capital, gone))} gave no sign of life for {LOST:g} s, and had not finished. Look "
+                "at the output there; start all machines again to go on from a checkpoint."
+            )
 
     def _failure(self, error: BaseException | None) -> str:
         how = "its processes have failed" if error is None else f"{type(error).__name__}: {error}"
@@ -229,14 +266,14 @@ class Machines(_StaticRendezvous):
         self._heart.start()
         atexit.register(self._stop)  # a thread that torch wakes up in an interpreter that ends takes the process down
         meeting_store.compare_numbers(store, card)
-        pulse = Pulse(store)
-        while not meeting_store.phase(store).startswith(BEGUN):
+        pulse = Pulse(store, meeting_store.SILENCE)
+        while not meeting_store.phase(store).startswith(meeting_store.BEGUN):
             self._check()
             come = cards(store, card.machines)
             missing = [rank for rank, each in come.items() if each is None or pulse.is_silent(each)]
             about = f"waiting for {meeting_store.listed(missing)} of {card.machines} at {address}"
             if is_first and not missing:
-                store.compare_set(meeting_store.PHASE, "", BEGUN)
+                store.compare_set(meeting_store.PHASE, "", meeting_store.BEGUN)
             elif not wait.goes_on(lambda: about):  # noqa: B023
                 raise MeetingError(
                     f"After {wait.waited} this machine was still {about}. Check that accel launch runs on each of them, "
@@ -245,19 +282,21 @@ class Machines(_StaticRendezvous):
                 )
         self._met = True
 
-    def _others(self, store: TCPStore, without: str) -> list[Card]:
-        """The other machines that have not said `without`."""
+    def _others(self, store: TCPStore, *without: str) -> list[Card]:
+        """The other machines that have said nothing of `without`."""
         return [
             each
             for rank, each in cards(store, self._card.machines).items()
-            if each is not None and rank != self._card.rank and not store.check([f"{without}/{rank}"])
+            if each is not None
+            and rank != self._card.rank
+            and not any(store.check([f"{said}/{each.identity}"]) for said in without)
         ]
 
     def _check(self) -> None:
         """Raises `MeetingError` if the run ended, machine 0 is gone, or the rank is taken."""
         if self._problem is not None:
             raise self._problem
-        silent = time.monotonic() - self._answered
+        silent = time.monotonic() - self._asked
         if silent > LOST:
             raise self._lost(f"no answer for {silent:.0f} s")
 
@@ -276,11 +315,12 @@ class Machines(_StaticRendezvous):
             self._problem = self._lost(str(error).splitlines()[0])
 
     def _beat(self, store: TCPStore) -> None:
+        self._asked = time.monotonic()  # not since the last answer: one that was halted has asked nothing
         store.add(meeting_store.beats(self._card), 1)
         found = meeting_store.phase(store)
         if found.startswith(ENDED):
             self._problem = MeetingError(found.removeprefix(ENDED))
-        self._answered = time.monotonic()
+        self._asked = math.inf
 
     def _stop(self) -> None:
         """No sign of life from now on."""

@@ -23,7 +23,7 @@ from accel_launch.output import warn
 from accel_launch.starting.interfaces import own_addresses
 
 SILENCE = 3.0
-"""Seconds without a sign of life after which a machine is gone."""
+"""Seconds without a sign of life after which another may have a machine's rank."""
 
 FIRST_LINE, NEXT_LINE = 5.0, 60.0
 """Seconds after which a line says what is waited for, and between two such lines."""
@@ -32,8 +32,9 @@ _CONNECT = timedelta(seconds=2)  # of one attempt to connect
 _POLL = 0.05
 _ANSWER = 10.0  # seconds in which what listens there has to answer as a store
 
-OPENED, FINISHED, LEFT = "opened", "finished", "left"
-"""Keys: who opened the store; before a rank, that a machine's processes have ended well, and that it needs the store no more."""
+OPENED, FINISHED, STOPPED, LEFT = "opened", "finished", "stopped", "left"
+"""Keys: who opened the store; before the identity of a card, that this launcher's processes have ended well, the signal by which it
+was told to stop, and that it needs the store no more."""
 
 PHASE, BEGUN, ENDED = "phase", "begun", "ended: "
 """The key of what has become of the run, and its values: empty while machines gather, begun, or ended with the reason."""
@@ -96,18 +97,18 @@ class Waiting:
 class Pulse:
     """Watches the signs of life of others."""
 
-    def __init__(self, store: TCPStore) -> None:
-        self._store = store
+    def __init__(self, store: TCPStore, silence: float) -> None:
+        self._store, self._silence = store, silence
         self._last: dict[str, tuple[int, float]] = {}
 
     def is_silent(self, card: Card) -> bool:
-        """Whether a machine has given none for `SILENCE`, as seen from the calls of this method."""
+        """Whether a machine has given none for `silence` seconds, as seen from the calls of this method."""
         count, now = self._store.add(beats(card), 0), time.monotonic()
         last, since = self._last.get(card.identity, (-1, now))
         if count != last:
             self._last[card.identity] = count, now
             return False
-        return now - since > SILENCE
+        return now - since > self._silence
 
 
 def open_store(address: Address, card: Card) -> TCPStore:
@@ -144,7 +145,8 @@ def find_store(address: Address, card: Card, wait: Waiting) -> TCPStore:
             problem = "" if store.check([OPENED]) else "a store answers there that no machine 0 has opened"
             if not problem and phase(store).startswith(ENDED):
                 problem = phase(store).removeprefix(ENDED).splitlines()[0]
-            if not problem and store.check([f"{FINISHED}/{card.rank}"]):
+            before = None if problem else cards(store, card.rank + 1)[card.rank]
+            if before is not None and store.check([f"{FINISHED}/{before.identity}"]):
                 problem = f"machine {card.rank} has finished"
             if not problem:
                 return store

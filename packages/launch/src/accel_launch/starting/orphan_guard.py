@@ -13,20 +13,23 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 _NAP = 0.05
 
 
 class Guard:
-    """Ends the groups last told if this process dies in a `with` block; kills after `patience`."""
+    """Ends the ranks last told if this process dies in a `with` block; kills after `patience`.
 
-    def __init__(self, patience: float) -> None:
-        self._patience = patience
+    Their groups are killed; the signal before goes to ranks alone, or with `groups` to these (see `Ranks`).
+    """
+
+    def __init__(self, patience: float, groups: bool = False) -> None:
+        self._patience, self._groups = patience, groups
 
     def __enter__(self) -> Guard:
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, str(self._patience)],
+            [sys.executable, "-I", "-S", __file__, str(self._patience), "killpg" if self._groups else "kill"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -51,26 +54,26 @@ class Guard:
             return  # somebody has killed the guard: the ranks run on all the same
 
 
-def main(patience: float) -> None:
+def main(patience: float, send: Callable[[int, int], None]) -> None:
     """Reads lists of groups, one a line, to the end of standard input; then ends the last ones."""
     groups: list[int] = []
     for line in sys.stdin:
         groups = [int(word) for word in line.split()]
-    groups = _send(groups, signal.SIGTERM)
-    _send(groups, signal.SIGCONT)
+    groups = _send(send, groups, signal.SIGTERM)
+    _send(os.killpg, groups, signal.SIGCONT)
     deadline = time.monotonic() + patience
     while groups and time.monotonic() < deadline:
         time.sleep(_NAP)
-        groups = _send(groups, 0)
-    _send(groups, signal.SIGKILL)
+        groups = _send(os.killpg, groups, 0)
+    _send(os.killpg, groups, signal.SIGKILL)
 
 
-def _send(groups: Iterable[int], number: int) -> list[int]:
+def _send(send: Callable[[int, int], None], groups: Iterable[int], number: int) -> list[int]:
     """Sends a signal, and returns the groups that are still there."""
     there = []
     for group in groups:
         try:
-            os.killpg(group, number)
+            send(group, number)
         except OSError:
             continue
         there.append(group)
@@ -78,4 +81,4 @@ def _send(groups: Iterable[int], number: int) -> list[int]:
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]))
+    main(float(sys.argv[1]), getattr(os, sys.argv[2]))

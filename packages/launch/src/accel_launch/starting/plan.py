@@ -34,7 +34,8 @@ FOR_JOINING = (*_AGENTLESS.split(), "debug", "log_level")
 
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """Makes the processes of each round meet at a store of their own: under that of the launchers their keys have the number of the
-restart, which each machine counts for itself."""
+restart, which each machine counts for itself; and torch announces its address in the first round only, so that a machine that
+joins later would wait for it."""
 
 FOR_ONE = (*FOR_JOINING, "meeting_timeout", "local_addr")
 """Options that need no agent where one process is started on one machine."""
@@ -210,7 +211,7 @@ def _started_here(launch: LaunchOptions, cpu: bool, environ: Mapping[str, str], 
     rank, meeting = _meeting(launch, here * machines)
     if meeting.backend == meeting_point.MACHINES:
         variables |= variables_towards(launch.local_addr or str(launch.main_process_ip), environ)
-    if machines > 1 and launch.max_restarts:
+    if machines > 1 and (launch.max_restarts or launch.rdzv_backend):
         variables[OWN_STORE] = "1"
     return Plan(launch, "agent", place, here * machines, here, rank, meeting, variables, found)
 

@@ -11,7 +11,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 CAN_LOOK = hasattr(os, "waitid")
@@ -28,10 +28,13 @@ class Ending(NamedTuple):
 
 
 class Ranks:
-    """The processes of one attempt, by rank; each leads a group of processes."""
+    """The processes of one attempt, by rank; each leads a group of processes.
 
-    def __init__(self, pids: Mapping[int, int]) -> None:
-        self.pids = dict(pids)
+    Signals are sent to each rank alone, or with `groups` to all that it has started, too.
+    """
+
+    def __init__(self, pids: Mapping[int, int], groups: bool = False) -> None:
+        self.pids, self._groups = dict(pids), groups
         self.endings: dict[int, Ending] = {}  # in the order in which they ended
         self.stopped_at: float | None = None  # when they were first told to end, in seconds since the epoch
         self.killed: list[int] = []  # ranks that did not end in time
@@ -51,10 +54,13 @@ class Ranks:
                 self.endings[rank] = Ending(found.si_status if exited else -found.si_status, time.time())
 
     def tell(self, number: signal.Signals) -> None:
-        """Sends a signal to the groups of all that run; who was halted goes on, so as to notice."""
+        """Sends a signal to all that run; who was halted goes on, so as to notice."""
+        # The workers of a DataLoader are in the group of their rank. They would die of the signal, and the rank of their death,
+        # before it can save.
+        send = os.killpg if self._groups else os.kill
         for rank in self.running:
-            _send(self.pids[rank], number)
-            _send(self.pids[rank], signal.SIGCONT)
+            _send(send, self.pids[rank], number)
+            _send(os.killpg, self.pids[rank], signal.SIGCONT)
 
     def stop(self, number: signal.Signals, patience: float) -> None:
         """Tells all to end; kills those left after `patience` seconds, with all that they started.
@@ -69,7 +75,7 @@ class Ranks:
         self._wait(patience)
         self.killed += [rank for rank in self.running if rank not in self.killed]
         for pid in self.pids.values():
-            _send(pid, signal.SIGKILL)
+            _send(os.killpg, pid, signal.SIGKILL)
         self._wait(5.0)
 
     def _wait(self, patience: float) -> None:
@@ -88,8 +94,8 @@ def _peek(pid: int, what: int) -> os.waitid_result | None:
         return None
 
 
-def _send(group: int, number: signal.Signals) -> None:
+def _send(send: Callable[[int, int], None], pid: int, number: signal.Signals) -> None:
     with contextlib.suppress(
         ProcessLookupError, PermissionError
     ):  # ended; or of another user by now, and not ours to end
-        os.killpg(group, number)
+        send(pid, number)

@@ -75,7 +75,9 @@ def run_and_report(plan: Plan, program: Program, environment: Mapping[str, str],
     if run.result is None:
         say(f"accel launch: the run that met {plan.meeting} has ended already, and this machine took no part in it.")
         return 1
-    return _report(plan, run) if run.has_failed else 0
+    if run.has_failed:
+        return _report(plan, run)
+    return 128 + run.agent.stop_signal if run.agent.stop_signal else 0
 
 
 def _report(plan: Plan, run: Supervised) -> int:
@@ -130,15 +132,17 @@ def supervise(
     with ExitStack() as stack:
         stack.enter_context(_in_environment(environment))
         stack.enter_context(_without_repetition(environment))
-        guard = stack.enter_context(Guard(launch.shutdown_timeout))
+        groups = program.kind == "program"  # a shell, say, which passes no signal on to what it has started
+        guard = stack.enter_context(Guard(launch.shutdown_timeout, groups))
         logs = Logs(launch, plan.here)
         stack.callback(logs.close)
         if logs.kept and not stays:
             say(f"accel launch: the ranks' output is written to files under {logs.folder}")
         signals.interrupt = lambda number: SignalException(f"{number.name} was sent", sigval=number)
         spec = _spec(plan, program, plan.meeting)
-        agent = HostAgent(spec, logs, signals, guard, launch.shutdown_timeout, launch.log_line_prefix_template)
-        return Supervised(_run(agent, spec.rdzv_handler, stays), agent, logs)
+        patience, prefix = launch.shutdown_timeout, launch.log_line_prefix_template
+        agent = HostAgent(spec, logs, signals, guard, patience, prefix, groups)
+        return Supervised(_run(agent, spec.rdzv_handler, patience, stays), agent, logs)
 
 
 def _spec(plan: Plan, program: Program, meeting: MeetingPoint) -> WorkerSpec:
@@ -186,7 +190,7 @@ def _handler(meeting: MeetingPoint) -> RendezvousHandler:
         ) from error
 
 
-def _run(agent: HostAgent, handler: RendezvousHandler, stays: bool) -> RunResult | None:
+def _run(agent: HostAgent, handler: RendezvousHandler, patience: float, stays: bool) -> RunResult | None:
     """Runs the agent, closes the rendezvous; None if the run had ended before this machine came.
 
     As in torch's own launcher, a rendezvous that is closed finds the failure on its way, so that it
@@ -202,8 +206,10 @@ def _run(agent: HostAgent, handler: RendezvousHandler, stays: bool) -> RunResult
                     each.rank: result.failures[each.rank] for each in agent.failures[:1] if each.rank in result.failures
                 }
                 raise ChildFailedError("the run", first or result.failures)
-        except SignalException:
+        except SignalException as told:
             closes = stays  # for other machines, which may go on with fewer, it stays open
+            if isinstance(handler, Machines) and not stays:
+                handler.stop(told.sigval, patience)
             raise
         finally:
             if closes:
