@@ -273,6 +273,15 @@ def test_options_are_refused_with_what_holds(tmp_path):
     assert lines(tmp_path / "other") == []
 
 
+def test_a_run_that_did_not_start_is_told_once(tmp_path):
+    accelerator = Accelerator(cpu=True, log_with="jsonl", project_dir=tmp_path)
+    accelerator.init_trackers("project", init_kwargs={"jsonl": {"mode": "w"}})
+    with pytest.warns(RuntimeWarning) as warned:
+        accelerator.end_training()
+    (warning,) = warned
+    assert "is switched off: start() raised TypeError" in str(warning.message)
+
+
 def test_an_accelerator_records_with_it_and_goes_on_from_a_checkpoint(tmp_path):
     def accelerator():
         made = Accelerator(cpu=True, log_with="jsonl", project_dir=tmp_path / "out")

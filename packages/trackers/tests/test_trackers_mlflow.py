@@ -14,7 +14,7 @@ import torch
 from read_mlflow import read_run
 from services import needs, offline  # noqa: F401 - a fixture of every test in this module
 
-from accel_core import Table, TrackedRun
+from accel_core import Accelerator, Table, TrackedRun
 from accel_core.api.component import how_to_install
 from accel_testing import Recorded, TrackerSuite, Written
 from accel_trackers.mlflow import MLflow
@@ -273,6 +273,7 @@ def test_cells_of_a_table_keep_their_types(begin, client):
     tracker = begin()
     rows = ((1, None, "x", True), (None, 2.5, "1", False))
     tracker.log_table("t", Table(("a", "b", "c", "d"), rows), 0)
+    tracker.flush()
     [found] = read_run(client.tracking_uri, id_of(tracker)).tables["t"]
     assert repr(found) == repr((0, Table(("a", "b", "c", "d"), rows)))
 
@@ -288,7 +289,59 @@ def test_a_resumed_run_is_running_and_takes_new_parameters_alone(begin, client, 
     assert run.data.params == {"lr": "0.5", "layers": "2", "heads": "4"}
     [told] = caplog.messages
     assert told == "MLflow does not change parameters: the new values of lr are in config.json."
+    second.flush()
     assert read_run(client.tracking_uri, id_of(first)).config == {"lr": 0.25, "layers": 2, "heads": 4}
+
+
+def test_artifacts_that_cannot_be_written_cost_nothing_else(client, tmp_path, caplog):
+    """As with `mlflow server --no-serve-artifacts` on another machine, or a bucket for which there are no credentials."""
+    (tmp_path / "file").touch()
+    tracker = MLflow(client.tracking_uri, artifact_location=(tmp_path / "file" / "below").as_uri())
+    accelerator = Accelerator(cpu=True, log_with=tracker)
+    accelerator.init_trackers("without artifacts", config={"lr": 0.5})
+
+    def work():
+        for step in range(2):
+            accelerator.log({"note": "here", "loss": 1 / (step + 1)}, step=step)
+            accelerator.log_images({"x": torch.zeros(3, 2, 2)})
+            accelerator.log_table("t", ["a"], [[step]])
+        accelerator.end_training()
+
+    with pytest.warns(RuntimeWarning) as warned:
+        work()
+    run = client.get_run(id_of(tracker))
+    assert (run.info.status, run.data.params) == ("FINISHED", {"lr": "0.5"})
+    assert history(client, tracker, "loss") == [(0, 1.0), (1, 0.5)]
+    place = f"MLflow could not write to {run.info.artifact_uri}: NotADirectoryError: "
+    for kind, warning in zip(("values", "images", "tables"), warned, strict=True):
+        text = str(warning.message)
+        assert text.startswith(
+            f"The tracker 'mlflow' leaves out {kind} that it cannot hold, and says of the first only: {place}"
+        )
+        assert "Give this process access to that place; or start the server with --serve-artifacts" in text
+    [told] = caplog.messages
+    assert told.startswith(f"MLflow has the configuration as parameters alone, and not in config.json: {place}")
+
+
+def test_the_start_of_a_run_does_not_wait_for_its_place_of_artifacts(begin, client, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("mlflow.MlflowClient.log_text", lambda *_: pytest.fail("was called"))
+        tracker = begin(config={"lr": 0.5})
+    tracker.flush()
+    assert read_run(client.tracking_uri, id_of(tracker)).config == {"lr": 0.5}
+
+
+def test_a_run_whose_start_fails_does_not_go_on_for_ever(client, monkeypatch):
+    def fail(*_, **__):
+        raise ConnectionError("the server is gone")
+
+    tracker = MLflow(client.tracking_uri)
+    accelerator = Accelerator(cpu=True, log_with=tracker)
+    accelerator.init_trackers("first", config={"lr": 0.5})
+    monkeypatch.setattr("mlflow.MlflowClient.log_batch", fail)
+    with pytest.warns(RuntimeWarning, match=r"switched off: start\(\) raised ConnectionError: the server is gone"):
+        accelerator.end_training()
+    assert client.get_run(id_of(tracker)).info.status == "FAILED"
 
 
 def test_a_run_of_the_users_goes_on(begin, client):

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from accel_core.api.component import listed
 from accel_core.api.diagnostics import map_leaves
 from accel_diagnostics.findings import Finding, Kind, sample_ids
 from accel_diagnostics.no_collectives import Alone
@@ -136,8 +137,7 @@ class Replay:
         record = next((each for each in self.records if each.turn == turn), None)
         seen = "the loss was not finite" if turn in self.bad_losses else ""
         if not seen:
-            more = f" and {len(self.bad_gradients) - 4} more" if len(self.bad_gradients) > 4 else ""
-            seen = f"the gradients of {', '.join(self.bad_gradients[:4])}{more} are not finite"
+            seen = f"the gradients of {listed(self.bad_gradients, most=4)} are not finite"
         note = f"{seen}, and repeating the micro-batch gave no such value"
         return self._finding("not reproduced", turn, record, None, note="; ".join([note, *failures]))
 

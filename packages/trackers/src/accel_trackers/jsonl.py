@@ -121,9 +121,9 @@ class JSONL(Tracker):
         self._record(step, histograms={name: vars(bins) for name, bins in values.items()})
 
     def finish(self, failed: bool) -> None:  # noqa: ARG002 - every line is written already
-        """Closes the file."""
-        assert self._file is not None, "start() comes first"
-        self._file.close()
+        """Closes the file, if `start` has opened it."""
+        if self._file is not None:
+            self._file.close()
 
     def _record(self, step: int, **content: Any) -> None:
         self._write({"step": step, "time": time.time(), **content})

@@ -13,8 +13,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from accel_core import RecordRefusedError
 from accel_trackers.name_limits import flat, spelled
 from accel_trackers.process_guard import check_options, variables
+from accel_trackers.recording.values import said
 from accel_trackers.service import Service
 
 if TYPE_CHECKING:
@@ -42,7 +44,8 @@ class MLflow(Service):
 
     The configuration is in the parameters of the run, cut at 6000 characters, and whole in its
     artifact config.json. Texts are artifacts, texts/NAME/STEP.txt, and so are tables,
-    tables/NAME/STEP.json; where one comes again for a step, "-2" and so on is added. MLflow's
+    tables/NAME/STEP.json; where one comes again for a step, "-2" and so on is added. If artifacts
+    cannot be written, parameters and numbers are recorded, and what is missing is told. MLflow's
     databases have no infinity: that is recorded as the largest float64, 1.797...e308. What a name
     was that had to be changed is in the tag "name.NAME". MLflow does not change the parameters of a
     run.
@@ -102,6 +105,7 @@ class MLflow(Service):
         self._is_continued = False
         self._renamed: set[str] = set()
         self._monitor: Any = None
+        self._config: Mapping[str, Any] | None = None  # until it is an artifact
 
     @property
     def requires_logging_directory(self) -> bool:
@@ -131,6 +135,7 @@ class MLflow(Service):
         else:
             self._run = self._create(run, options, artifacts)
         self._store(run.config)
+        self._config = run.config
         self._watch(options.get("log_system_metrics"))
 
     def state(self) -> dict[str, Any]:
@@ -141,13 +146,15 @@ class MLflow(Service):
         from mlflow.entities import Metric
 
         stamp = self._timestamp(options)
+        texts = {name: value for name, value in values.items() if isinstance(value, str)}
         for name, value in values.items():
-            if isinstance(value, str):
-                self._client.log_text(self._id, value, self._file("texts", name, step, "txt"))
-            else:
+            if name not in texts:
                 self._gathered.append(Metric(self._name(name), float(value), stamp, step))
         if len(self._gathered) >= _METRICS or time.monotonic() - self._sent_at >= self.flush_secs:
             self.flush()
+        for name, value in texts.items():  # last, because they alone may be refused
+            with self._artifacts():
+                self._client.log_text(self._id, value, self._file("texts", name, step, "txt"))
 
     def log_images(self, values: Mapping[str, Sequence[torch.Tensor]], step: int, **options: Any) -> None:
         """See `Tracker.log_images`. Several under one name get numbers: "name/0" and so on."""
@@ -156,8 +163,10 @@ class MLflow(Service):
             key = self._name(name, _NAMES_OF_FILES)
             for index, image in enumerate(images):
                 numbered = f"{key}/{index}" if len(images) > 1 else key
-                pixels = image.numpy()
-                self._client.log_image(self._id, pixels, key=numbered, step=step, timestamp=stamp, synchronous=True)
+                with self._artifacts():
+                    self._client.log_image(
+                        self._id, image.numpy(), key=numbered, step=step, timestamp=stamp, synchronous=True
+                    )
 
     def log_table(self, name: str, table: Table, step: int, **options: Any) -> None:
         import pandas as pd  # type: ignore[import-untyped, import-not-found, unused-ignore]  # MLflow depends on it
@@ -165,13 +174,15 @@ class MLflow(Service):
         self._timestamp(options)
         # As objects, for pandas would make floats of integers beside None.
         frame = pd.DataFrame(list(table.rows), columns=list(table.columns), dtype=object)
-        self._client.log_table(self._id, frame, self._file("tables", name, step, "json"))
+        with self._artifacts():
+            self._client.log_table(self._id, frame, self._file("tables", name, step, "json"))
 
     def flush(self) -> None:
         self._sent_at = time.monotonic()
         while self._gathered:
             self._client.log_batch(self._id, metrics=self._gathered[:_METRICS], synchronous=True)
             del self._gathered[:_METRICS]
+        self._store_whole()
 
     def finish(self, failed: bool) -> None:
         self.flush()
@@ -242,10 +253,9 @@ class MLflow(Service):
         return self._client.get_run(run_id)
 
     def _store(self, config: Mapping[str, Any]) -> None:
-        """The configuration, as far as the run does not have it yet."""
+        """The parameters of the run, as far as it does not have them yet."""
         from mlflow.entities import Param
 
-        self._client.log_text(self._id, json.dumps(dict(config), indent=2, ensure_ascii=False) + "\n", "config.json")
         wanted = {self._name(name): _shortened(str(value), _LONGEST_VALUE) for name, value in flat(config)}
         there = self._run.data.params
         new = [Param(name, value) for name, value in wanted.items() if name not in there]
@@ -256,6 +266,31 @@ class MLflow(Service):
             _log.warning(
                 "MLflow does not change parameters: the new values of %s are in config.json.", ", ".join(changed)
             )
+
+    def _store_whole(self) -> None:
+        """The configuration as an artifact, once.
+
+        Not in `start`: where a server cannot write, MLflow tries again for minutes, and `start_timeout` would be over.
+        """
+        config, self._config = self._config, None
+        if config is not None:
+            text = json.dumps(dict(config), indent=2, ensure_ascii=False) + "\n"
+            try:
+                with self._artifacts():
+                    self._client.log_text(self._id, text, "config.json")
+            except RecordRefusedError as error:
+                _log.warning("MLflow has the configuration as parameters alone, and not in config.json: %s", error)
+
+    @contextlib.contextmanager
+    def _artifacts(self) -> Iterator[None]:
+        """Has what MLflow raises cost one record: numbers lie elsewhere, and may still be recorded."""
+        try:
+            yield
+        except Exception as error:
+            raise RecordRefusedError(
+                f"MLflow could not write to {self._run.info.artifact_uri}: {said(error).rstrip('.')}. Give this process access to that "
+                f"place; or start the server with --serve-artifacts, and use a new experiment."
+            ) from error
 
     def _timestamp(self, options: Mapping[str, Any]) -> int:
         """The time of a record in milliseconds, never twice the same unless the user gives it.

@@ -106,12 +106,14 @@ class Recorder:
         self._journal.write("save", step=self._steps, folder=str(Path(saved).resolve()))
         return saved
 
-    def load_checkpoint(self, run: Run, folder: Any) -> None:
+    def load_checkpoint(self, run: Run, folder: Any, missing_ok: bool) -> bool | None:
         """The hook; writes down from where."""
         source = _newest(run.project) if folder is None else Path(folder)
-        self._hooks["load_checkpoint"](run, folder)
-        self._journal.write("load", step=self._steps, folder=None if source is None else str(source.resolve()))
-        self._noted = False
+        loaded: bool | None = self._hooks["load_checkpoint"](run, folder, missing_ok)
+        if loaded is not False:
+            self._journal.write("load", step=self._steps, folder=None if source is None else str(source.resolve()))
+            self._noted = False
+        return loaded
 
     def finish(self, final: Path | None) -> None:
         """Writes down the state at the end, and saves it in `final`, if given: then a collective."""

@@ -1,9 +1,11 @@
 """One tracker in a thread of its own: neither its calls nor its failures reach the training.
 
-A job that raises is the last: the tracker is switched off, and closed if it can be. One that
-takes too long is not waited for: its thread, a daemon, is left to itself. What is switched off gets
-nothing more, and what was waiting for it is dropped. Failures are told where the training runs, by
-whoever asks for `untold`: an exception or a warning in another thread would be seen by nobody.
+A job that raises is the last: the tracker is switched off, and closed if it can be. One that takes
+long, as while a server restarts, holds up only this thread: what is logged meanwhile waits, up to
+`most_pending` records. What takes too long to start or to finish is switched off, and its thread, a
+daemon, left to itself. What is switched off gets nothing more, and what was waiting for it is
+dropped. Failures are told where the training runs, by whoever asks for `untold`: an exception or a
+warning in another thread would be seen by nobody.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_core import GeneralTracker, RecordRefusedError, Tracker
 from accel_trackers.recording.record import LeftOut, Record
+from accel_trackers.recording.shutdown import left
 from accel_trackers.recording.values import describe, said
 
 if TYPE_CHECKING:
@@ -54,6 +57,7 @@ class Recorder:
         self._is_ending = self._is_stuck = self._is_abandoned = False
         self._doing = ""
         self._since: float | None = None  # when the present job began, None while its time does not count
+        self._told_of: float | None = None  # when the last job began that was told to take long
         self._flush_at: float | None = None
         self._thread = threading.Thread(target=self._work, name=f"accel tracker {name}", daemon=True)
         self.begin = self._thread.start  # jobs may have been put before
@@ -106,12 +110,28 @@ class Recorder:
                 each.put(None)  # for a thread that waits for the next job, in whichever of the two
             self._changed.notify_all()
 
-    def give_up_if_stalled(self) -> bool:
-        """Switches the tracker off if a job has taken too long; whether it is switched off."""
+    def catch_up(self, deadline: float) -> bool:
+        """Waits as `wait`, but for any one job no longer than `stall_timeout`, however often it is asked."""
+        while not self.wait(min(left(deadline), self._patience())):
+            if not min(left(deadline), self._patience()):
+                return False
+        return True
+
+    def stall(self) -> str | None:
+        """A message, once for a job, if that takes long."""
         since = self._since
-        if since is not None and time.monotonic() - since > self._rules.stall_timeout:
-            self.give_up(f"{self._doing} has taken more than {self._rules.stall_timeout:g} s")
-        return self.failure is not None
+        if since in {None, self._told_of} or self._patience() or self.failure is not None:
+            return None
+        self._told_of = since
+        return (
+            f"The tracker {self.name!r} is busy: {self._doing} has taken more than {self._rules.stall_timeout:g} s, and {self.pending} "
+            f"records wait. They are recorded when it returns; from TrackingKwargs(most_pending={self._rules.most_pending}) on, the "
+            f"tracker is switched off."
+        )
+
+    def _patience(self) -> float:
+        """The seconds until the present job has taken `stall_timeout`; 0.0 after that."""
+        return left((self._since or time.monotonic()) + self._rules.stall_timeout)
 
     def untold(self) -> list[str]:
         """The messages since the last call."""
@@ -134,7 +154,7 @@ class Recorder:
         with self._changed:  # several threads may log
             if self._is_ending and self.failure is None:  # however long the end takes
                 self._leave_out("what is logged while the run ends, or later.")
-            elif not self.give_up_if_stalled() and self.pending >= self._rules.most_pending:
+            elif self.pending >= self._rules.most_pending:  # which does nothing if it is switched off
                 self.give_up(f"it is {self._rules.most_pending} records behind")
             elif self.failure is None:
                 self._is_ending = last
@@ -188,9 +208,21 @@ class Recorder:
         if getattr(self.tracker, "__dict__", {}).setdefault("_accel_run", run.run_id) != run.run_id:
             raise RuntimeError("this object records another run; give each Accelerator a tracker of its own")
         self._is_open = self._is_older  # such a class may open its run when it is built
-        self._told.start(run)
+        try:
+            self._told.start(run)
+        except BaseException:
+            # What it has opened by then would be shown as running for ever.
+            self._is_open = self._is_older or self._has_run()
+            raise
         self._is_open = self.was_started = True
         self._remember()
+
+    def _has_run(self) -> bool:
+        """Whether the service's object for the run is there."""
+        try:
+            return self.tracker.tracker is not None
+        except Exception:  # noqa: BLE001  (whatever a property raises that has nothing to return yet)
+            return False
 
     def _log(self, record: Record, step: int, options: Mapping[str, Any]) -> None:
         self._since = None  # the device may be busy, which is not the tracker's time

@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from accel_core import ProjectConfiguration, TrackingKwargs, World
 
 _RUNS = "runs"  # the folder of local trackers where neither `logging_dir` nor `project_dir` was given
-_MOMENT = 0.2  # seconds more than a tracker may take for one record, so that one that stalls has taken too long
 _GOES_ON = "The training goes on; TrackingKwargs(strict=True) would end it."
 
 _Values = Mapping[str, Any]
@@ -167,7 +166,7 @@ class Trackers:
         if not is_here or not (is_closed or self._is_recording("get_tracker()")):
             return Blank(name)
         recorder = next(each for each in self._started() if each.name == name)
-        recorder.wait(self._rules.stall_timeout)
+        recorder.catch_up(time.monotonic() + self._rules.stall_timeout)
         self._tell()
         return recorder.tracker if recorder.failure is None else Blank(name)
 
@@ -189,13 +188,13 @@ class Trackers:
         return {**run, "trackers": {**before, **own}}
 
     def _catch_up(self, recorders: list[Recorder]) -> None:
-        """Has everything logged recorded, within the time that one record may take."""
+        """Has everything logged recorded, within `stall_timeout` for all of them."""
         for each in recorders:
             each.flush()
-        deadline = time.monotonic() + self._rules.stall_timeout + _MOMENT
+        deadline = time.monotonic() + self._rules.stall_timeout
         for each in recorders:
-            if not each.wait(left(deadline)) and not each.give_up_if_stalled():
-                late = f"has not recorded within {self._rules.stall_timeout:g} s what was logged before save_state()"
+            if not each.catch_up(deadline):
+                late = f"has not recorded all that was logged before save_state(), which waits {self._rules.stall_timeout:g} s at most"
                 self._warn(f"The tracker {each.name!r} {late}: a run that resumes from it may miss, or repeat, some.")
         self._tell()
 
@@ -299,6 +298,9 @@ class Trackers:
 
     def _tell(self) -> None:
         """Reports, where the training runs, what happened to trackers."""
+        for each in self._recorders or ():
+            if slow := each.stall():  # no failure, and so no error of `strict` either
+                self._warn(slow)
         told = [(each.cause, text) for each in self._recorders or () for text in each.untold()]
         if told and self._rules.strict:
             raise TrackerError("\n".join(text for _, text in told)) from told[0][0]
