@@ -63,6 +63,47 @@ def convolutions(width=384, blocks=6):
     return Convolutions(width, blocks)
 
 
+class WithoutBlocks(nn.Module):
+    """Layers that stand in no list, so that they are gathered and reduced at once."""
+
+    def __init__(self, width=1792):
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, input):
+        return self.third(torch.relu(self.second(torch.relu(self.first(input)))))
+
+
+def mlp_without_blocks():
+    return WithoutBlocks()
+
+
+class Parts(nn.Module):
+    """Frozen layers with small trained ones beside them, in dicts, which nobody can call."""
+
+    def __init__(self, width=1792, layers=4):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    "base": nn.Linear(width, width).requires_grad_(requires_grad=False),
+                    "down": nn.Linear(width, 16, bias=False),
+                    "up": nn.Linear(16, width, bias=False),
+                }
+            )
+            for _ in range(layers)
+        )
+
+    def forward(self, input):
+        for layer in self.layers:
+            input = torch.relu(layer["base"](input) + layer["up"](layer["down"](input)))
+        return input
+
+
+def parts_in_dicts():
+    return Parts()
+
+
 def mlp_of_many_rows():
     return mlp(1024, 7)
 
@@ -72,6 +113,8 @@ MODELS = {
     "mlp_of_many_rows": mlp_of_many_rows,  # activations do
     "llama": llama,
     "convolutions": convolutions,
+    "mlp_without_blocks": mlp_without_blocks,
+    "parts_in_dicts": parts_in_dicts,
 }
 
 

@@ -75,7 +75,10 @@ class TestShapes:
 
     def test_units_are_those_that_fsdp_gathers(self):
         units = pytest.importorskip("accel_fsdp.wrapping").find_units
-        for model in (Tower(), stack(), nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Sequential(nn.Linear(2, 2)))):
+        pairs = nn.ModuleList(nn.ModuleList([nn.Linear(2, 2), stack(2)]) for _ in range(2))
+        named_parts = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(2, 4), "down": nn.Linear(4, 2)}) for _ in range(2))
+        nested = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Sequential(nn.Linear(2, 2)))
+        for model in (Tower(), stack(), nested, pairs, named_parts):
             named = {module: name for name, module in model.named_modules()}
             ours = {each.unit for each in shape_of_model(model).parameters} - {ROOT}
             assert ours == {named[unit] for unit in units(model)}
@@ -88,6 +91,39 @@ class TestShapes:
         save_file(dict(list(state.items())[half:]), tmp_path / "model-2.safetensors", metadata={"format": "pt"})
         of_files, of_model = shape_of_files(tmp_path), shape_of_model(model)
         assert sorted(of_files.parameters, key=repr) == sorted(of_model.parameters, key=repr)
+
+    def test_a_model_that_a_folder_has_in_two_formats_counts_once(self, tmp_path):
+        state = {f"model.layers.{number}.weight": torch.zeros(4, 4) for number in range(4)}
+        save_file(
+            {name.removeprefix("model."): each for name, each in state.items()}, tmp_path / "consolidated.safetensors"
+        )
+        save_file(state, tmp_path / "model.safetensors")
+        assert {each.name for each in shape_of_files(tmp_path).parameters} == {*state}
+        (tmp_path / "model.safetensors").unlink()
+        parts = {"model-1.safetensors": dict([*state.items()][:3]), "model-2.safetensors": dict([*state.items()][3:])}
+        for name, part in parts.items():
+            save_file(part, tmp_path / name)
+        named = {weight: name for name, part in parts.items() for weight in part}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": named}))
+        assert {each.name for each in shape_of_files(tmp_path).parameters} == {*state}
+
+    @pytest.mark.parametrize(
+        ("index", "message"),
+        [
+            ("[]", r"index.json was to name the files of a model, and is no index of weights. Download it again"),
+            ('{"weight_map": {"a": 1}}', "is no index of weights"),
+            ("{", "is no index of weights"),
+            (
+                '{"weight_map": {"a": "model-2.safetensors"}}',
+                "names model-2.safetensors, which is not beside it. Download",
+            ),
+        ],
+    )
+    def test_an_index_that_names_no_files_is_refused(self, tmp_path, index, message):
+        save_file({"a": torch.zeros(4, 4)}, tmp_path / "model-1.safetensors")
+        (tmp_path / "model.safetensors.index.json").write_text(index)
+        with pytest.raises(ValueError, match=message):
+            shape_of_files(tmp_path)
 
     def test_nothing_of_a_large_model_is_allocated(self):
         with init_empty_weights():
@@ -268,8 +304,19 @@ class TestStrategies:
         assert found.optimizer == 4 * LAYER + 8 * STEPS
         kept = found.weights + found.optimizer
         assert found.moments["forward"] == kept + 3 * LAYER
+        # While the third is reduced: sharded gradients of three, the next unit, what is reduced, and gloo's copy of it.
+        assert found.moments["backward"] == kept + 3 * LAYER // 2 + 3 * LAYER
+        found = row(stack(), "fsdp", optimizer="adamw", device="accelerator")
         # At the third: sharded gradients of two, the unit, the next one, what was reduced last, the gradient of its bias.
         assert found.moments["backward"] == kept + 2 * LAYER // 2 + 3 * LAYER + WIDTH * 4
+
+    def test_fsdp_on_cpus_reduces_a_copy_of_a_copy(self):
+        """gloo copies what it reduces, and the part of each rank is another tensor; others reduce where it lies."""
+        model, whole = nn.Sequential(nn.Linear(WIDTH, WIDTH)), LAYER
+        found = row(model, "fsdp", optimizer="sgd", device="cpu")
+        assert found.moments["backward"] == found.weights + whole + whole + whole // 2
+        found = row(model, "fsdp", optimizer="sgd", device="accelerator")
+        assert found.moments["backward"] == found.weights + whole + whole
 
     def test_fsdp_keeps_what_is_in_no_block_gathered(self):
         found = row(Tower(), "fsdp", optimizer="sgd", device="cpu")

@@ -67,6 +67,12 @@ def test_what_is_estimated_is_measured(model, strategy):
 
 
 @pytest.mark.full(group="estimate")
+@pytest.mark.parametrize("model", ["mlp_without_blocks", "parts_in_dicts"])
+def test_what_is_estimated_for_a_model_that_is_gathered_at_once_is_measured(model):
+    check(model, "fsdp")
+
+
+@pytest.mark.full(group="estimate")
 @pytest.mark.parametrize("model", ["mlp", "llama", "mlp_of_many_rows"])
 def test_what_is_estimated_for_layers_that_a_plan_divides_is_measured(model):
     if model == "llama":

@@ -166,6 +166,56 @@ def test_what_does_not_fit_is_refused_or_told(tmp_path):
     assert torch.equal(model.head.weight, net().head.weight)
 
 
+def filled(model, files):
+    load_checkpoint_in_model(model, files, {"": "cpu"})
+    return model
+
+
+LOADERS = {
+    "dispatched": lambda model, files: load_checkpoint_and_dispatch(model, files, {"": "cpu"}),
+    "on disk": lambda model, files: load_checkpoint_and_dispatch(model, files, MAP),
+    "filled": filled,
+}
+
+
+@pytest.mark.parametrize("name, dtype", [
+    ("middle.0.weight", torch.int8),
+    ("middle.0.weight", torch.bool),
+    ("middle.0.weight", torch.complex64),
+    ("middle.1.num_batches_tracked", torch.float32),
+    ("middle.1.num_batches_tracked", torch.bool),
+])  # fmt: skip
+@pytest.mark.parametrize("load", LOADERS.values(), ids=[*LOADERS])
+def test_values_of_another_kind_are_refused_or_left(load, name, dtype, tmp_path):
+    """Codes of quantised weights, say, which are no weights without their scales."""
+    state = net().state_dict()
+    write_weights({**state, name: torch.ones(state[name].shape, dtype=dtype)}, tmp_path)
+    words = rf"1 different: {name}: {str(dtype)[6:]}\[.*\] in the file, {str(state[name].dtype)[6:]}\[.*\] in the model"
+    with pytest.raises(CheckpointError, match=f"{words}. Pass strict=False"):
+        load(empty(net), tmp_path)
+    model = Small()
+    kept = model.state_dict()[name].clone()
+    with pytest.warns(UserWarning, match=f"{words}. The rest is read"):
+        load_checkpoint_in_model(model, tmp_path, {"": "cpu"}, strict=False)
+    assert torch.equal(model.state_dict()[name], kept)
+    assert torch.equal(model.middle[0].bias, state["middle.0.bias"])
+
+
+@pytest.mark.parametrize("load", LOADERS.values(), ids=[*LOADERS])
+def test_values_of_one_kind_are_cast(load, tmp_path):
+    write_weights(seeded(Small).double().state_dict(), tmp_path)
+    assert torch.equal(load(empty(net), tmp_path)(IDS), net()(IDS))
+
+
+def test_a_value_that_is_no_plain_tensor_is_refused(tmp_path):
+    state = net().state_dict()
+    torch.save({**state, "middle.1.num_batches_tracked": [1]}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(
+        CheckpointError, match="1 different: middle.1.num_batches_tracked: a list, no plain tensor, in the file, int64"
+    ):
+        load_checkpoint_in_model(empty(net), tmp_path, {"": "cpu"})
+
+
 @pytest.mark.parametrize("options, message", [
     ({"device_map": MAP}, r"device_map has middle on 'disk', and nothing says where there. Pass offload_folder=, or call load_"),
     ({"device_map": {}}, "device_map gives no place to embedding.weight"),

@@ -16,6 +16,7 @@ from torch import nn
 from accel_big_model import estimate_memory, init_empty_weights, plan_training
 from accel_big_model.planning.command import FITS, NO_ANSWER, NOTHING_FITS, main
 from accel_big_model.planning.configuration import write_configuration
+from accel_core import Accelerator
 from accel_testing import preload, run_ranks
 from accel_testing.memory_peaks import PEAKS_ARE_MEASURED
 
@@ -77,6 +78,24 @@ def test_the_configuration_says_what_was_chosen():
     assert plan("80GiB", devices=1).configuration["strategy"] == "single"
     last = plan(peaks()["fsdp, activation checkpointing, CPU offload"], rows=4096, room=0.0)
     assert last.configuration["fsdp"] == {"activation_checkpointing": True, "cpu_offload": True}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision"),
+    [
+        ("bf16", "bf16"),
+        ("fp16", "fp16"),
+        ("bfloat16", "bf16-true"),
+        ("float16", "fp16-true"),
+        ("float32", "no"),
+        ("no", "no"),
+        ("tf32", "tf32"),
+    ],
+)
+def test_the_configuration_has_a_precision_that_the_accelerator_takes(dtype, precision):
+    found = plan_training(build(), batch=BATCH, devices=2, memory="1GiB", dtype=dtype).configuration
+    assert found["mixed_precision"] == precision
+    Accelerator(cpu=True, mixed_precision=precision)
 
 
 def test_offloading_asks_for_main_memory_if_it_is_known():

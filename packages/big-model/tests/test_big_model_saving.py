@@ -13,6 +13,7 @@ from torch import nn
 from accel_big_model import Dispatch, cpu_offload, disk_offload, load_checkpoint_and_dispatch
 from accel_checkpoint import write_weights
 from accel_core import Accelerator, CheckpointError
+from accel_testing import run_ranks
 
 
 class Net(Small):
@@ -59,6 +60,18 @@ WAYS = {
 @pytest.fixture(params=WAYS)
 def model(request, tmp_path):
     return WAYS[request.param](tmp_path / "offloaded")
+
+
+def saved_of_ranks(folder):
+    accelerator, model = Accelerator(cpu=True), cpu_offload(net())
+    accelerator.save_model(model, folder)
+    state = accelerator.get_state_dict(model)
+    return same(state) if accelerator.is_main_process else state
+
+
+def test_several_processes_save_an_offloaded_model_by_the_main_one(tmp_path):
+    assert run_ranks(saved_of_ranks, 2, tmp_path) == [True, {}]
+    assert same({**net().state_dict(), **load_file(tmp_path / "model.safetensors")})
 
 
 @pytest.mark.parametrize(("strategy", "prepared"), [("single", False), ("dispatch", False), ("dispatch", True)])

@@ -16,10 +16,12 @@ from accel_big_model import (
     disk_offload,
     dispatch_model,
     get_state_dict_offloaded_model,
+    load_checkpoint_and_dispatch,
     remove_hook_from_submodules,
     weights,
 )
 from accel_checkpoint import write_weights
+from accel_core import CheckpointError
 
 SOME = {"embedding": "cpu", "blocks": "disk", "norm": "cpu", "head": "disk"}
 
@@ -128,6 +130,44 @@ def test_all_weights_are_read_for_writing(places, preload, files):
     assert list(state) == list(expected)
     assert all(torch.equal(state[name], expected[name]) for name in expected)
     assert state["head.weight"].data_ptr() == state["embedding.weight"].data_ptr()
+
+
+def test_buffers_of_a_module_that_has_several_names_are_read_for_writing(tmp_path):
+    norm = seeded(lambda: nn.BatchNorm1d(8))
+    norm.running_mean.uniform_()
+    expected = {name: value.clone() for name, value in nn.Sequential(norm, norm).state_dict().items()}
+    model = dispatch_model(nn.Sequential(norm, norm), {"": "disk"}, offload_dir=tmp_path, offload_buffers=True)
+    state = get_state_dict_offloaded_model(model)
+    assert list(state) == list(expected)
+    assert all(torch.equal(state[name], expected[name]) for name in expected)
+    assert all(state[f"1.{name}"] is state[f"0.{name}"] for name in norm.state_dict())
+
+
+def test_all_that_does_not_fit_is_told_at_once(tmp_path):
+    """A tie that disagrees hides neither missing weights nor others."""
+    state = net().state_dict()
+    del state["blocks.0.0.bias"]
+    write_weights({**state, "head.weight": state["head.weight"] + 1, "other": torch.ones(1)}, tmp_path)
+    words = (
+        "1 missing: blocks.0.0.bias; 1 unknown to the model: other; 1 different: head.weight: tied to "
+        "embedding.weight in the model, but of another value in the file"
+    )
+    with pytest.warns(UserWarning, match=f"{words}. The rest is read"):
+        load_checkpoint_and_dispatch(net(), tmp_path, strict=False)
+    with pytest.raises(CheckpointError, match=f"{words}. Pass strict=False"):
+        load_checkpoint_and_dispatch(net(), tmp_path)
+
+
+def test_tied_weights_are_compared_bit_by_bit(tmp_path):
+    state = net().state_dict()
+    value = state["embedding.weight"].clone()
+    value[0] = float("nan")
+    write_weights({**state, "embedding.weight": value, "head.weight": value.clone()}, tmp_path)
+    model = load_checkpoint_and_dispatch(net(), tmp_path)
+    assert torch.equal(model.head.weight.view(torch.uint8), value.view(torch.uint8))
+    write_weights({**state, "head.weight": state["head.weight"].bfloat16()}, tmp_path)
+    with pytest.raises(CheckpointError, match="1 different: head.weight: tied to embedding.weight"):
+        load_checkpoint_and_dispatch(net(), tmp_path)
 
 
 def test_tied_weights_are_found_under_any_name_in_an_index(tmp_path):

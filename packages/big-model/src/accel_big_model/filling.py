@@ -50,8 +50,8 @@ def load_checkpoint_in_model(
         offload_state_dict: without effect: a weight goes from its file to its place, one at a time.
         offload_buffers: whether buffers are written, too. Otherwise they go to the CPU.
         keep_in_fp32_modules: names of modules whose weights are float32 whatever `dtype` says.
-        strict: whether names and shapes have to be those of the model. False reads what fits, and
-            warns of the rest.
+        strict: whether names, shapes and kinds of dtype (floating, integer, complex, bool) have to be
+            those of the model. False reads what fits, and warns of the rest.
 
     Raises as `load_checkpoint_and_dispatch`; `ValueError` where "disk" has no `offload_folder`.
     """

@@ -18,6 +18,7 @@ from accel_big_model.module_tensors import (
     as_device,
     find_tied_parameters,
     retie_parameters,
+    same_bits,
     set_module_tensor_to_device,
     tensors_of,
 )
@@ -62,8 +63,8 @@ def load_checkpoint_and_dispatch(
         offload_folder: where weights on "disk" are written, in `dtype`. None: they stay in the files
             of the checkpoint, which have to stay, too.
         dtype: which floating weights have afterwards. None: that of the model.
-        strict: whether names and shapes have to be those of the model. False fills what fits, and
-            warns of the rest.
+        strict: whether names, shapes and kinds of dtype (floating, integer, complex, bool) have to be
+            those of the model. False fills what fits, and warns of the rest.
 
     The other arguments are those of `infer_auto_device_map` and `dispatch_model`, but for
     `offload_state_dict`, which is without effect: one weight at a time is in memory. Raises
@@ -199,7 +200,7 @@ class FittingWeights(Mapping[str, torch.Tensor]):
         }
 
     def check(self, model: str, strict: bool) -> None:
-        """Raises `CheckpointError` unless names and shapes are those of the model; or it warns."""
+        """Raises `CheckpointError` unless names, shapes and kinds of dtype are those of the model; or it warns."""
         text = self._misfits(model)
         if text and strict:
             raise CheckpointError(f"{text} Pass strict=False to read what fits.")
@@ -207,20 +208,29 @@ class FittingWeights(Mapping[str, torch.Tensor]):
             warnings.warn(f"{text} The rest is read, because of strict=False.", stacklevel=3)
 
     def _misfits(self, model: str) -> str:
-        for names in self.tied:
-            first, *others = [name for name in names if name in self.stored] or [""]
-            if unlike := [name for name in others if not torch.equal(self.stored[first], self.stored[name])]:
-                return f"{unlike[0]} is tied to {first} in this {model}, and has another value in {self.stored.checkpoint}."
         missing = [name for name, key in self._keys.items() if key not in self.stored]
         unexpected = sorted(set(self.stored) - set(self._keys.values()) - set(self.wanted))
-        shapes = [
-            f"{name} {tuple(self.stored.shape_of(key))} instead of {tuple(self.wanted[name].shape)}"
-            for name, key in self._keys.items()
-            if key in self.stored and tuple(self.stored.shape_of(key)) != tuple(self.wanted[name].shape)
-        ]
-        found = {"missing": missing, "unknown to the model": unexpected, "of other shapes": shapes}
+        different = [f"{name}: {words}" for name, words in self._different().items()]
+        found = {"missing": missing, "unknown to the model": unexpected, "different": different}
         text = "; ".join(f"{len(names)} {what}: {', '.join(names[:5])}" for what, names in found.items() if names)
         return text and f"The weights in {self.stored.checkpoint} do not fit this {model}: {text}."
+
+    def _different(self) -> dict[str, str]:
+        """Names of what has another shape or kind of dtype, or is tied and has another value, with the difference as text."""
+        found = {
+            name: words
+            for name, key in self._keys.items()
+            if key in self.stored and (words := self.stored.misfit(key, self.wanted[name]))
+        }
+        for names in self.tied:
+            first, *others = [name for name in names if name in self.stored and name not in found] or [""]
+            unlike = [name for name in others if not self._same(first, name)]
+            found |= dict.fromkeys(unlike, f"tied to {first} in the model, but of another value in the file")
+        return found
+
+    def _same(self, first: str, second: str) -> bool:
+        values = self.stored[first], self.stored[second]
+        return values[0].dtype == values[1].dtype and same_bits(*values)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self.stored.read(self._keys[name], self.wanted[name].dtype)
@@ -232,7 +242,7 @@ class FittingWeights(Mapping[str, torch.Tensor]):
     def __contains__(self, name: object) -> bool:
         if not isinstance(name, str) or self._keys.get(name) not in self.stored:
             return False
-        return tuple(self.stored.shape_of(self._keys[name])) == tuple(self.wanted[name].shape)
+        return self.stored.misfit(self._keys[name], self.wanted[name]) is None
 
     def __iter__(self) -> Iterator[str]:
         return (name for name in self.wanted if name in self)

@@ -123,7 +123,8 @@ class _Bitsandbytes:
                 statistics, kind = config.bnb_4bit_use_double_quant, config.bnb_4bit_quant_type
                 layer = engine.Linear4bit(*sizes, config.bnb_4bit_compute_dtype, statistics, kind)
         if config.load_in_8bit:
-            layer.weight = engine.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
+            # From a device it would stay as it is until its first call: only on the way from the host it is quantised.
+            layer.weight = engine.Int8Params(weight.cpu(), requires_grad=False, has_fp16_weights=False)
         else:
             layer.weight = engine.Params4bit(
                 weight, requires_grad=False, compress_statistics=statistics, quant_type=kind, module=layer

@@ -18,14 +18,18 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, torch.Tensor]:
     """
     state: dict[str, torch.Tensor] = dict(model.state_dict())
     live = {value.data_ptr(): value for value in state.values() if value.numel() and not value.is_meta}
-    for path, module in model.named_modules():
+    paths: dict[nn.Module, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        paths.setdefault(module, []).append(path)
+    for module, names in paths.items():
         if has_offloaded_params(module):
             with aligned(module, "cpu", looks_for_writes=False):
                 for own, value in module.state_dict().items():
-                    name = joined(path, own)
-                    if state[name].is_meta and not value.is_meta:
+                    first, *others = (joined(path, own) for path in names)
+                    if state[first].is_meta and not value.is_meta:
                         tied = live.get(value.data_ptr())  # to one that is in memory
-                        state[name] = value.clone() if tied is None else tied  # what was brought goes again
+                        state[first] = value.clone() if tied is None else tied  # what was brought goes again
+                        state.update(dict.fromkeys(others, state[first]))
     for first, *others in find_tied_parameters(model):
         state.update(dict.fromkeys(others, state[first]))
     return state

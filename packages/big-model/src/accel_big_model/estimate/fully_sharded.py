@@ -3,7 +3,9 @@
 As torch's `fully_shard` does it: the result of an all-gather is copied into the parameters, and is
 freed when the next unit has been copied; the next unit is gathered ahead; what is reduced is a copy
 of a unit's gradients, which is freed when the next unit is reduced; the root stays gathered from
-the beginning of the forward to the end of the backward.
+the beginning of the forward to the end of the backward. When the copy is reduced, the gradients are
+freed, and each rank's part is written: on accelerators that is less than before. On CPUs gloo copies
+what it reduces once more, so that it is more.
 """
 
 from __future__ import annotations
@@ -106,6 +108,8 @@ def _backward(facts: Facts, units: _Units) -> Iterator[tuple[int, int]]:
             yield buffers + sharded + sum(whole.values()) + segment.left, buffers
             del whole[unit]
             sharded += units.sharded(unit)
+            of_gloo = 0 if facts.accelerator else units.reduced(unit)
+            yield buffers + of_gloo + sharded + sum(whole.values()) + segment.left, buffers + of_gloo
 
 
 def _ahead(order: Sequence[str], unit: str, units: _Units) -> int:

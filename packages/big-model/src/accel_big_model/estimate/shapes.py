@@ -107,22 +107,30 @@ def _first_of_tied(found: Sequence[ParameterShape], model: nn.Module) -> tuple[P
 def _units(module: nn.Module, prefix: str = "") -> list[str]:
     """Members of a list whose class occurs in it more than once; else those further inside.
 
-    That is how strategy "fsdp" chooses what it gathers at a time, unless it is told.
+    That is how strategy "fsdp" chooses what it gathers at a time, unless it is told. Lists and dicts
+    of modules are no members: nobody calls them, so nothing could be gathered before they run.
     """
-    kinds = Counter(type(each) for each in module) if isinstance(module, (nn.ModuleList, nn.Sequential)) else Counter()
+    kinds: Counter[type] = Counter()
+    if isinstance(module, (nn.ModuleList, nn.Sequential)):
+        kinds.update(type(each) for each in module if _has_forward(each))
     found = list[str]()
     for name, child in module.named_children():
         found += [f"{prefix}{name}"] if kinds[type(child)] > 1 else _units(child, f"{prefix}{name}.")
     return found
 
 
+def _has_forward(module: nn.Module) -> bool:
+    return not isinstance(module, (nn.ModuleList, nn.ModuleDict)) or type(module).forward is not nn.Module.forward
+
+
 def shape_of_files(folder: Path) -> ModelShape:
     """The shapes that the headers of safetensors files tell; blocks are found by their numbers.
 
-    Raises `ValueError` for a file that is none.
+    The files are those that loading the folder would read: model.safetensors, or those of its index;
+    if there is neither, all. Raises `ValueError` for a file that is none, and a wrong index.
     """
     found, whole = dict[str, ParameterShape](), 0
-    for file in sorted(folder.glob("*.safetensors")):
+    for file in _files_of_model(folder):
         for name, entry in _header(file).items():
             unit = _NUMBERED.match(name)
             begin, end = entry["data_offsets"]
@@ -133,6 +141,25 @@ def shape_of_files(folder: Path) -> ModelShape:
             casts = len(shape) > 1 and "embed" not in name
             found[name] = ParameterShape(name, shape, True, unit[0][:-1] if unit else ROOT, casts)
     return ModelShape(tuple(found.values()), whole)
+
+
+def _files_of_model(folder: Path) -> list[Path]:
+    """Those that hold the model; others beside them may hold it again, in another format."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    files = sorted(folder.glob("*.safetensors"))
+    if not index.is_file():
+        return files
+    try:
+        named = {*json.loads(index.read_bytes())["weight_map"].values()}
+    except (ValueError, LookupError, TypeError, AttributeError):
+        named = {None}
+    if not named or not all(isinstance(name, str) for name in named):
+        raise ValueError(f"{index} was to name the files of a model, and is no index of weights. Download it again.")
+    if absent := sorted(named - {file.name for file in files}):
+        raise ValueError(f"{index} names {', '.join(absent)}, which is not beside it. Download the whole folder.")
+    return [file for file in files if file.name in named]
 
 
 def _header(file: Path) -> dict[str, dict]:  # type: ignore[type-arg]

@@ -26,8 +26,8 @@ FORMULAS: Mapping[str, str] = MappingProxyType(
         "what the optimizer needs",
         "ddp": "as single, but for gradients: they lie in buckets, which are there from the beginning to the end",
         "fsdp": "kept = (weights + optimizer) / ranks. forward: + root + 3 × the largest unit + activations. backward: + root + unit + "
-        "the unit gathered ahead + its whole gradients + the last unit's gradients in what is reduced + sharded gradients so far + "
-        "activations. step: + gradients / ranks + what the optimizer needs. Units are the repeated blocks, the root is the rest",
+        "the unit gathered ahead + its whole gradients + the last unit's gradients in what is reduced (on CPUs also gloo's copy of that) + "
+        "sharded gradients so far + activations. step: + gradients / ranks + what the optimizer needs. Units are the repeated blocks, the root is the rest",
         "zero1": "kept = whole weights + (fp32 masters + optimizer) / ranks. backward: + max(activations + gradients so far, gradients in "
         "the bucket + their flat copy). step: + gradients and what the optimizer needs for one flat part of parameters / ranks",
         "zero2": "as zero1: a bucket of DeepSpeed's size (500 million elements) holds all gradients of a smaller model. A larger one "

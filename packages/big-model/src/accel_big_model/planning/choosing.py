@@ -113,11 +113,19 @@ def plan_training(
         devices,
         limit,
         usable,
-        "no" if dtype in ("fp32", "float32") else dtype,
+        _mixed_precision(dtype),
         tuple(considered),
         chosen,
         advice,
     )
+
+
+def _mixed_precision(dtype: str) -> str:
+    """The `mixed_precision` of a dtype: torch's names are of weights, and the Accelerator has others for these."""
+    name = read_precision(dtype).name
+    if dtype == "tf32":  # sizes are those of fp32, products are not
+        return dtype
+    return "no" if name == "fp32" else name
 
 
 def _check(devices: int, dtype: str, room: float) -> None:
