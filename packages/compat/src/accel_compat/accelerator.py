@@ -20,7 +20,7 @@ from accel_compat.parallel_ranks import ParallelRanks
 from accel_compat.plugins import DataLoaderConfiguration, FP8BackendType
 from accel_compat.scheduler import answering as answering_scheduler
 from accel_compat.state import AcceleratorState, GradientState, PartialState
-from accel_core import DistributedType
+from accel_core import DistributedType, GeneralTracker
 from accel_core.api.launcher import given_outside, variable_of
 
 if TYPE_CHECKING:
@@ -327,15 +327,22 @@ class Accelerator(ParallelRanks, accel_core.Accelerator):
     ) -> str:
         """Saves all of the run, in accel-checkpoint's format whatever `safe_serialization` says. Collective."""
         del safe_serialization, save_model_func_kwargs  # about files that are not written here
-        return super().save_state(output_dir)
+        folder = super().save_state(output_dir)
+        return folder if output_dir is None else os.fspath(output_dir)
 
     def load_state(
         self,
         input_dir: str | os.PathLike[str] | None = None,
         load_kwargs: dict[str, Any] | None = None,
+        *,
+        missing_ok: bool = False,
         **load_model_func_kwargs: Any,
-    ) -> None:
-        """Restores what `save_state` saved, here or with Accelerate. Collective."""
+    ) -> bool:
+        """Restores what `save_state` saved, here or with Accelerate. Collective.
+
+        Loaders begin their epoch again, unless `use_stateful_dataloader` is set: scripts skip by themselves what
+        they have had. Of `load_kwargs`, those of `torch.load` are about files of Accelerate.
+        """
         if (
             input_dir is None
             and self.project_configuration.automatic_checkpoint_naming
@@ -344,18 +351,26 @@ class Accelerator(ParallelRanks, accel_core.Accelerator):
             input_dir = checkpoints.newest_folder(Path(self.project_dir) / "checkpoints")  # None: that of ours
         if input_dir is not None and checkpoints.is_peer_folder(Path(input_dir)):
             checkpoints.load_peer_state(self, Path(input_dir), load_kwargs=load_kwargs, **load_model_func_kwargs)
-        else:
-            super().load_state(input_dir, load_kwargs, **load_model_func_kwargs)
+            return True
+        given = {name: value for name, value in (load_kwargs or {}).items() if name not in _OF_TORCH_LOAD}
+        found = super().load_state(input_dir, given, missing_ok=missing_ok, **load_model_func_kwargs)
+        for loader in self._dataloaders if found else ():
+            if not getattr(loader, "use_stateful_dataloader", True):
+                loader.restart_epoch()
+        return found
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """A tracker by name; of a class that was registered, its object: see `accel_core.Accelerator.get_tracker`."""
         if any(isinstance(each, tracking.Registered) and each.name == name for each in self._registered):
             made = super().get_tracker(name, unwrap=True)
             return made.tracker if unwrap else made
-        return super().get_tracker(name, unwrap)
+        return super().get_tracker(name, unwrap) if self.log_with else GeneralTracker(_blank=True)
 
     def __reduce__(self) -> Any:
         return _again, (type(self), self._arguments), {"_dataloaders": self._dataloaders}
+
+
+_OF_TORCH_LOAD = frozenset({"map_location", "mmap", "pickle_module", "weights_only"})
 
 
 def _again(kind: type[Accelerator], given: dict[str, Any]) -> Accelerator:

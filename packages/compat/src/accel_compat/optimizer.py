@@ -72,7 +72,14 @@ class AcceleratedOptimizer(torch.optim.Optimizer, metaclass=_Optimizers):
         return f"{type(self).__name__}({self.optimizer!r})"
 
 
+def _change_nothing() -> None:
+    pass
+
+
 def answering(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer, with the attribute `optimizer`: itself, for nothing is wrapped."""
+    """The optimizer, with `optimizer`: itself, for nothing is wrapped; `train` and `eval`, if it has none, do nothing."""
     vars(optimizer).setdefault("optimizer", optimizer)
+    for name in ("train", "eval"):  # schedule-free optimizers have them
+        if not hasattr(optimizer, name):
+            setattr(optimizer, name, _change_nothing)
     return optimizer

@@ -158,3 +158,30 @@ def test_checkpoints_are_written_whatever_serialization_is_asked_for(tmp_path):
     nn.init.zeros_(model.weight)
     accelerator.load_state(tmp_path / "run")
     assert model.weight.item() == 1.0
+
+
+def test_what_scripts_call_whether_or_not_there_is_anything_to_do(tmp_path, monkeypatch):
+    """The modes of schedule-free optimizers, a tracker where nothing is recorded, arguments of `torch.load`."""
+    monkeypatch.chdir(tmp_path)
+    accelerator = Accelerator()
+    model, optimizer = accelerator.prepare(model := one_weight(), torch.optim.AdamW(model.parameters()))
+    optimizer.train()
+    optimizer.eval()
+    accelerator.get_tracker("wandb").log({"loss": 1.0}, step=0)
+    assert accelerator.save_state("here") == "here", "as it was given"
+    accelerator.load_state("here", load_kwargs={"weights_only": False})
+    with pytest.raises(TypeError, match="strict"):
+        accelerator.load_state("here", load_kwargs={"strict": False})
+
+
+class Modes(torch.optim.SGD):
+    mode = "train"
+
+    def eval(self):
+        self.mode = "eval"
+
+
+def test_the_modes_of_an_optimizer_that_has_them_are_its_own():
+    _, optimizer = Accelerator().prepare(model := one_weight(), Modes(model.parameters()))
+    optimizer.eval()
+    assert optimizer.mode == "eval"

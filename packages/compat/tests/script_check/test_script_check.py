@@ -82,6 +82,21 @@ def test_there_is_no_false_alarm_in_the_examples_of_this_repository():
             PREPARED + "accelerator.clip_grad_norm_(model.parameters(), 1.0)",
         ),
         (
+            "unprepared-optimizer",
+            "accelerator = Accelerator()\nmodel = accelerator.prepare(model)\nadam = torch.optim.AdamW(model.parameters())\nadam.step()",
+            "accelerator = Accelerator()\nadam = torch.optim.AdamW(model.parameters())\nmodel, adam = accelerator.prepare(model, adam)\nadam.step()",
+        ),
+        (
+            "unprepared-optimizer",
+            PREPARED + "self.sgd = SGD(critic.parameters())\nself.sgd.step()",
+            "accelerator = Accelerator()\nparts = accelerator.prepare(*parts)\nsgd = SGD(critic.parameters())\nsgd.step()",
+        ),
+        (
+            "own-scaler",
+            PREPARED + "scaler = torch.amp.GradScaler()\naccelerator.backward(scaler.scale(loss))",
+            "scaler = torch.amp.GradScaler()\nscaler.scale(loss).backward()",
+        ),
+        (
             "clip-in-window",
             PREPARED + "with accelerator.accumulate(model):\n  accelerator.clip_grad_norm_(p, 1.0)",
             PREPARED

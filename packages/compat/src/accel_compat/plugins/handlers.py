@@ -166,8 +166,8 @@ class ProfileKwargs(accel_core.ProfileKwargs, KwargsHandler):
     """Options of `Accelerator.profile`; ours are the same."""
 
     def ours(self) -> accel_core.ProfileKwargs:
-        """The object itself."""
-        return self
+        """Our options."""
+        return _as(accel_core.ProfileKwargs, self)  # type: ignore[no-any-return]
 
 
 @dataclass

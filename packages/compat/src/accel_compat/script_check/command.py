@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accel_compat.script_check import loop, naming, running
+from accel_compat.script_check import loop, naming, plain_loop, running
 from accel_compat.script_check.script import Script
 
 if TYPE_CHECKING:
     from accel_compat.script_check.finding import Finding
 
-_RULES = (*loop.RULES, *naming.RULES, *running.RULES)
+_RULES = (*loop.RULES, *naming.RULES, *plain_loop.RULES, *running.RULES)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
