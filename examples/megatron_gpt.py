@@ -105,8 +105,8 @@ def main(arguments=None):
     model, optimizer, loader = accelerator.prepare(model, optimizer, data)
     progress, losses = Progress(), []
     accelerator.register_for_checkpointing(progress)
-    if options.folder is not None and options.folder.exists():
-        accelerator.load_state(options.folder)
+    if options.folder is not None:
+        accelerator.load_state(options.folder, missing_ok=True)
 
     while progress.step < options.steps:
         rows = iter(loader)

@@ -144,8 +144,7 @@ def main():
     accelerator.register_for_checkpointing(progress)
     if options.save:
         accelerator.stop_on_signal()  # SIGTERM, which schedulers send before they take a machine away
-    if options.resume:
-        accelerator.load_state()  # the newest; the loader then goes on where it was, inside its epoch
+    if options.resume and accelerator.load_state(missing_ok=True):  # the newest; the loader goes on inside its epoch
         say(accelerator, f"resumed at step {len(progress.train)}")
 
     bar = tqdm(total=100, bar_format="{l_bar}{bar:40}|{postfix}", disable=not accelerator.is_main_process)
@@ -241,7 +240,7 @@ def arguments():
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of the curves")
     parser.add_argument("--save", type=Path, metavar="DIR", help="folder of checkpoints; the newest two are kept")
     parser.add_argument("--every", type=int, default=50, metavar="STEPS", help="how often one is saved")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
     parser.add_argument(
         "--strategy", help="how training is distributed, such as fsdp; the default is that of Accelerator()"
     )

@@ -29,6 +29,10 @@ IN_TWO_PROCESSES = [  # pages that say so
     "docs/how-to/train-on-long-sequences.md",
     "docs/how-to/weigh-by-token.md",
     "docs/how-to/save-in-your-own-format.md",
+    "docs/how-to/come-from-a-plain-loop.md",
+    "docs/how-to/evaluate-exactly.md",
+    "docs/how-to/export-a-model.md",
+    "docs/how-to/keep-an-average.md",
 ]
 SECONDS = 90
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

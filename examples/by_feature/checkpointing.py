@@ -40,7 +40,7 @@ class Progress:
 def main():
     parser = argparse.ArgumentParser(description="Saves as it goes, and goes on where it was.")
     parser.add_argument("--save", required=True, metavar="DIR", help="folder of checkpoints; the newest two are kept")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
     parser.add_argument("--every", type=int, default=15, help="steps between two checkpoints")
     parser.add_argument("--stop-after", type=int, metavar="STEPS", help="leave in the middle, as a failure would")
     parser.add_argument("--epochs", type=int, default=3)
@@ -61,8 +61,7 @@ def main():
     model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
     accelerator.register_for_checkpointing(progress)
     accelerator.stop_on_signal()  # SIGTERM, which schedulers send before they take a machine away
-    if options.resume:
-        accelerator.load_state()  # after prepare and register
+    if options.resume and accelerator.load_state(missing_ok=True):  # after prepare and register
         accelerator.print(f"resumed at step {progress.steps}")
 
     for _ in range(loader.state_dict()["epoch"], options.epochs):

@@ -57,11 +57,13 @@ def main():
         accelerator.backward((softplus(-critic(real)) + softplus(critic(made.detach()))).mean())
         critic_optimizer.step()
         critic_optimizer.zero_grad()
-        # The generator's step: its gradient comes through the critic, and leaves one there, which is thrown away.
+        # The generator's step: its gradient comes through the critic. The critic is frozen, so that it gets none itself. To call
+        # critic_optimizer.zero_grad() afterwards is right only without accumulation: inside a window it does nothing.
+        critic.requires_grad_(False)
         accelerator.backward(softplus(-critic(made)).mean())
+        critic.requires_grad_(True)
         generator_optimizer.step()
         generator_optimizer.zero_grad()
-        critic_optimizer.zero_grad()
 
     accelerator.print(f"points are {distance():.3f} from the circle on average, and were {before:.3f}")
     accelerator.end_training()

@@ -12,5 +12,8 @@
 
 set -euo pipefail
 
+# Since Slurm 22.05, srun does not take --cpus-per-task from the job: without this, the task would have one core.
+[ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
+
 # One task, in which accel launch starts the processes. Their number has to be given: Slurm says that the job has one task.
 srun accel launch --num-processes "$SLURM_GPUS_ON_NODE" --shutdown-timeout 100 "$@"

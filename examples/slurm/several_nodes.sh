@@ -13,7 +13,11 @@
 
 set -euo pipefail
 
+# Since Slurm 22.05, srun does not take --cpus-per-task from the job: without this, each task would have one core.
+[ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
+
 # One task on each node, in which accel launch starts the processes of that node. Where they meet, and which node is which, it
-# takes from Slurm. When one fails, all end.
-srun --kill-on-bad-exit=1 accel launch \
+# takes from Slurm. When one fails, all end: they tell each other. With --kill-on-bad-exit=1, which some clusters have as
+# their default, srun would kill those that still save when the first one has been told to stop and has ended, with status 143.
+srun --kill-on-bad-exit=0 accel launch \
     --num-processes $((SLURM_NNODES * SLURM_GPUS_ON_NODE)) --shutdown-timeout 100 "$@"

@@ -13,5 +13,8 @@
 
 set -euo pipefail
 
+# Since Slurm 22.05, srun does not take --cpus-per-task from the job: without this, each task would have one core.
+[ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
+
 export ACCELERATE_MIXED_PRECISION=bf16 # options reach the script by variables: docs/reference/environment.md
 srun --kill-on-bad-exit=1 python "$@"

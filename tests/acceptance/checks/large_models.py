@@ -55,3 +55,22 @@ def loaded(run: Run) -> str:
     with torch.no_grad():
         assert torch.equal(there(*tokens(run)).to(run.device), model(*tokens(run)))
     return "equal"
+
+
+@check(package="bitsandbytes", on="cuda")
+def eight_bits(run: Run) -> str:
+    """Layers in 8 bits are so when they are loaded, and not only when they are called."""
+    from accel_big_model import BnbQuantizationConfig, init_empty_weights, load_and_quantize_model
+
+    model = make_model(SHAPE)
+    run.accelerator().save_model(model, run.folder / "weights")
+    with init_empty_weights():
+        empty = make_model(SHAPE)
+    found = load_and_quantize_model(empty, BnbQuantizationConfig(load_in_8bit=True), run.folder / "weights").eval()
+    weight = found.blocks[0].q.weight
+    assert weight.dtype == torch.int8, f"a layer has weights of {weight.dtype} before its first call"
+    with torch.no_grad():
+        logits, expected = (each(*tokens(run)).float().flatten() for each in (found, model.to(run.device).eval()))
+    similar = torch.nn.functional.cosine_similarity(logits, expected, dim=0).item()
+    assert similar > 0.98, similar
+    return f"similarity of logits {similar:.4f}"

@@ -221,6 +221,15 @@ def zero_2(run: Run) -> str:
 
 
 @check(package="deepspeed", on="cuda", devices=ANY, seconds=240)
+def zero_2_offloaded(run: Run) -> str:
+    """ZeRO, stage 2, stepped on the host: gradients are clipped there when they have arrived in pinned memory."""
+    from accel_deepspeed import DeepSpeed
+
+    offload = {"device": "cpu", "pin_memory": True}
+    return compared(run, strategy=DeepSpeed(config={"zero_optimization": {"stage": 2, "offload_optimizer": offload}}))
+
+
+@check(package="deepspeed", on="cuda", devices=ANY, seconds=240)
 def zero_3_bf16(run: Run) -> str:
     """ZeRO, stage 3, in bf16."""
     from accel_deepspeed import DeepSpeed
