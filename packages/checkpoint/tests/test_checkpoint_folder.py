@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from accel_checkpoint.files import folder as folders
 from accel_checkpoint.files import lock
 from accel_checkpoint.files.folder import Draft, is_leftover, remove_checkpoint
 from accel_checkpoint.files.manifest import FileRecord, Manifest, is_complete, read_manifest
@@ -134,6 +135,16 @@ def test_a_folder_and_its_parents_are_made_and_hold_the_checkpoint(tmp_path):
     draft.publish(fill(draft))
     assert saved(folder) == draft.id
     assert names_in(folder) == [draft.data.name, "manifest.json"]
+
+
+def test_new_folders_are_on_the_disk_before_the_manifest_that_makes_it_a_checkpoint(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(folders, "sync_folder", synced.append)
+    draft = Draft.begin(target := tmp_path / "runs" / "one")
+    assert not synced, "the caller would wait for the disk"
+    monkeypatch.setattr(folders, "write_manifest", lambda *_: synced.append("manifest"))
+    draft.publish(fill(draft))
+    assert synced == [draft.data, target, tmp_path / "runs", tmp_path, "manifest"]
 
 
 def test_every_save_has_an_id_of_its_own(tmp_path):

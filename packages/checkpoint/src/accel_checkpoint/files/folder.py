@@ -53,6 +53,7 @@ class Draft:
     folder: Path
     id: str
     lock: Lock | None = field(default=None, compare=False, repr=False)
+    parents: tuple[Path, ...] = field(default=(), compare=False, repr=False)  # folders in which others were made for it
 
     @property
     def data(self) -> Path:
@@ -71,11 +72,11 @@ class Draft:
         text = "a checkpoint cannot be saved here: {}. What was saved here is untouched. Make room, make it writable, or save elsewhere"
         with failing_with(text, folder):
             kept = _check_place(folder)
-            _make_folders(folder)
+            parents = _make_folders(folder)
             _check_alone(folder)
             _sweep(folder, kept)
             os.mkdir(draft.data)
-            return replace(draft, lock=Lock(draft.data))
+            return replace(draft, lock=Lock(draft.data), parents=tuple(parents))
 
     def publish(self, manifest: Manifest) -> None:
         """Makes the synced files in `data` the checkpoint; if it raises, the previous one stays."""
@@ -88,8 +89,8 @@ class Draft:
         with failing_with(
             "the checkpoint cannot be put on the disk: {}. What was saved here is untouched", self.folder
         ):
-            sync_folder(self.data)
-            sync_folder(self.folder)  # the data before the manifest that names them
+            for each in (self.data, self.folder, *self.parents):
+                sync_folder(each)  # the data, and the way to them, before the manifest that names them
         write_manifest(self.folder, manifest)
         if self.lock is not None:
             self.lock.release()
@@ -174,17 +175,17 @@ def foreign_files(names: Iterable[str]) -> str | None:
     return None
 
 
-def _make_folders(folder: Path) -> None:
-    """Makes a folder and its parents, each name on the disk before the next."""
+def _make_folders(folder: Path) -> list[Path]:
+    """Makes a folder and its parents; returns the folders that have new names in them, the innermost first."""
     if folder.is_dir():
-        return
-    _make_folders(folder.parent)
+        return []
+    parents = _make_folders(folder.parent)
     try:
         os.mkdir(folder)
     except FileExistsError:  # made by another machine meanwhile, or a file
         if not folder.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder)) from None
-    sync_folder(folder.parent)
+    return [folder.parent, *parents]
 
 
 def _check_alone(folder: Path) -> None:

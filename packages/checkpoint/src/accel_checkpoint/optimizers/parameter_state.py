@@ -172,7 +172,7 @@ _LISTED = 8  # parts in one message
 
 def has_tensors(value: Any) -> bool:
     """Whether a nested structure holds a tensor."""
-    return any(isinstance(leaf, torch.Tensor) for leaf in flatten(value)[0])
+    return isinstance(value, torch.Tensor) or any(isinstance(leaf, torch.Tensor) for leaf in flatten(value)[0])
 
 
 def part_of(extents: Sequence[Extent]) -> str:
