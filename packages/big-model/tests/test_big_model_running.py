@@ -236,6 +236,19 @@ def test_hooks_act_around_the_forward_in_their_order():
     assert notes[4:] == [("a", "detach_hook"), ("b", "detach_hook")]
 
 
+def test_a_module_with_two_more_hooks_is_offloaded_still(tmp_path):
+    model = disk_offload(net(), tmp_path)
+    for hook in (ModelHook(), SequentialHook(ModelHook(), SequentialHook(ModelHook()))):
+        add_hook_to_module(model.head, hook, append=True)
+    assert has_offloaded_params(model.head)
+    with pytest.raises(ValueError, match="This Linear is dispatched already"):
+        cpu_offload(model.head)
+    with align_module_device(model.head):
+        assert torch.equal(model.head.weight, net().head.weight)
+    expected, state = net().state_dict(), get_state_dict_offloaded_model(model)
+    assert all(torch.equal(state[name], value) for name, value in expected.items())
+
+
 def test_a_hook_changes_inputs_and_outputs_and_forbids_gradients():
     class Double(ModelHook):
         no_grad = True

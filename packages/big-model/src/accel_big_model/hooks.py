@@ -6,6 +6,7 @@ A hook sits at `module._hf_hook`, and the forward without it at `module._old_for
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -48,10 +49,11 @@ class ModelHook:
 
 
 class SequentialHook(ModelHook):
-    """Several hooks as one: each part of them in their order."""
+    """Several hooks as one: each part of them in their order. `hooks` has none of this class: those have theirs."""
 
     def __init__(self, *hooks: ModelHook) -> None:
-        self.hooks = hooks
+        nested = [each.hooks if type(each) is SequentialHook else (each,) for each in hooks]
+        self.hooks: tuple[ModelHook, ...] = tuple(itertools.chain.from_iterable(nested))
         self.no_grad = any(hook.no_grad for hook in hooks)
 
     def init_hook(self, module: nn.Module) -> nn.Module:
