@@ -433,6 +433,43 @@ class TestWhatIsWrong:
             set_module_tensor_to_device(model, "tail.weight", "cpu")
 
 
+class Masked(nn.Module):
+    """Layers beside buffers that are not saved: its own, and one of a module without weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last, self.angles = nn.Linear(4, 4), nn.Linear(4, 4), nn.Module()
+        self.register_buffer("mask", torch.tensor([1.0, 0, 1, 1]), persistent=False)
+        self.angles.register_buffer("inverse", torch.arange(4.0), persistent=False)
+        self.angles.forward = lambda x: x + self.angles.inverse
+
+    def forward(self, x):
+        return self.last(self.angles(self.first(x) * self.mask))
+
+
+@pytest.mark.parametrize("places", [
+    {"first": "disk", "last": "disk"}, {"first": "cpu", "last": "disk"}, {"first": "cpu", "last": "cpu"},
+])  # fmt: skip
+def test_a_map_need_not_name_buffers_that_are_not_saved(places, tmp_path):
+    torch.manual_seed(0)
+    expected, x = Masked(), torch.randn(2, 4)
+    write_weights(expected.state_dict(), tmp_path / "files")
+    filled = load_checkpoint_and_dispatch(Masked(), tmp_path / "files", device_map=places)
+    model = dispatch_model(copy.deepcopy(expected), places, offload_dir=tmp_path / "away")
+    for each in (filled, model):
+        assert each.hf_device_map == places
+        assert torch.equal(each(x), expected(x))
+
+
+def test_a_map_need_not_name_buffers_that_are_not_saved_of_a_module_of_two_names(tmp_path):
+    expected, x = Masked(), torch.randn(2, 4)
+    expected.again = expected.angles
+    model = dispatch_model(
+        copy.deepcopy(expected), {"first": "disk", "last": "cpu", "angles": "cpu"}, offload_dir=tmp_path
+    )
+    assert torch.equal(model(x), expected(x))
+
+
 class Borrowing(nn.Module):
     """Computes with a weight of a submodule that it does not call."""
 

@@ -16,13 +16,13 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from accel_big_model.memory import Place, check_place, get_max_memory
-from accel_big_model.module_tensors import find_tied_parameters, is_below, joined
+from accel_big_model.module_tensors import find_tied_parameters, is_below, joined, non_persistent_buffers
 from accel_big_model.shortage import OFFLOADED, Room, check_layers, in_words, left_on_disk
 from accel_big_model.sizes import compute_module_sizes, get_max_layer_size, is_layer
 
@@ -231,9 +231,11 @@ def clean_device_map(device_map: Mapping[str, Place], module_name: str = "") -> 
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, Place | torch.device]) -> None:
-    """Raises ValueError unless a map places each parameter and buffer, and nothing else; by all of its names."""
-    parameters = model.named_parameters(remove_duplicate=False)
-    names = [name for name, _ in [*parameters, *model.named_buffers(remove_duplicate=False)]]
+    """Raises ValueError unless a map places each parameter and buffer, and nothing else; by all of its names.
+
+    Buffers that `state_dict()` leaves out need no place.
+    """
+    names = _tensor_names(model)
     known = {*names, *(name for name, _ in model.named_modules(remove_duplicate=False))}
     for name, place in device_map.items():
         check_place(place, f"device_map puts {name!r}")
@@ -241,7 +243,8 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Place | torch.de
         raise ValueError(
             f"device_map names {', '.join(map(repr, unknown))}, and {type(model).__name__} has no such part."
         )
-    if left_out := [name for name in names if not any(is_below(name, module) for module in device_map)]:
+    unsaved = set(non_persistent_buffers(model))
+    if left_out := [name for name in unplaced(model, device_map) if name not in unsaved]:
         raise ValueError(
             f"device_map gives no place to {', '.join(left_out[:5])}{', …' if len(left_out) > 5 else ''}. Add them, or the modules that they "
             f"are in; '' is the place of all that has no other."
@@ -253,6 +256,16 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Place | torch.de
                 raise ValueError(
                     f"{' and '.join(names)} are one module, and device_map has several places for its {own}. Give all of them one."
                 )
+
+
+def _tensor_names(model: nn.Module) -> list[str]:
+    parameters = model.named_parameters(remove_duplicate=False)
+    return [name for name, _ in [*parameters, *model.named_buffers(remove_duplicate=False)]]
+
+
+def unplaced(model: nn.Module, device_map: Mapping[str, Place | torch.device]) -> list[str]:
+    """The names of tensors for which a map has no place: of a checked one, buffers that are not saved."""
+    return [name for name in _tensor_names(model) if not any(is_below(name, module) for module in device_map)]
 
 
 def _modules_of_several_names(model: nn.Module) -> list[list[str]]:
@@ -289,7 +302,12 @@ def _parents(name: str) -> Iterator[str]:
 
 
 def place_of(name: str, device_map: Mapping[str, Place | torch.device]) -> Place | torch.device:
-    """The place of a tensor or module: that of the longest name in the map that it lies in."""
+    """The place of a tensor or module: that of the longest name in the map that it lies in, else where offloaded weights compute."""
     while name and name not in device_map:
         name = name.rpartition(".")[0]
-    return device_map[name]
+    return device_map[name] if name in device_map else main_place(device_map)
+
+
+def main_place(device_map: Mapping[str, Any]) -> Any:
+    """Where offloaded weights compute: the first accelerator of a map, else the CPU."""
+    return next((place for place in device_map.values() if place not in OFFLOADED), "cpu")

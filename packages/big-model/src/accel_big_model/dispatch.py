@@ -17,7 +17,7 @@ from accel_big_model.attachment import (
     attach_align_device_hook_on_blocks,
     look_for_empty,
 )
-from accel_big_model.device_map import check_device_map, place_of, without_nesting
+from accel_big_model.device_map import check_device_map, main_place, place_of, unplaced, without_nesting
 from accel_big_model.hooks import add_hook_to_module
 from accel_big_model.model_hooks import CpuOffload, UserCpuOffloadHook
 from accel_big_model.module_tensors import as_device, find_tied_parameters, retie_parameters, same_bits, tensors_of
@@ -51,7 +51,8 @@ def dispatch_model(
 
     Args:
         device_map: name of a module, parameter or buffer → index of an accelerator, "cpu", "disk",
-            or a device. Every tensor lies in one.
+            or a device. Every tensor lies in one; buffers that are not saved, else
+            in `main_device`.
         main_device: None: the first accelerator in the map, else the CPU.
         state_dict: weights of what is on "cpu". None: the model's own.
         offload_dir: for what is on "disk": a folder of `offload_state_dict`, which is written if
@@ -185,7 +186,7 @@ def spread(
         setattr(model, "hf_device_map", dict(places))  # noqa: B010  (a plain attribute, not a module or tensor)
         return model
     if main_device is None:
-        main_device = next((place for place in places.values() if place not in ("cpu", "disk")), "cpu")
+        main_device = main_place(places)
     offloaded: list[Place] = ["disk"] if as_device(main_device).type == "cpu" else ["cpu", "disk"]
     weights = store.weights(offloaded) if isinstance(store, _Store) else _kept(model, places, offloaded, store)
     tied = find_tied_parameters(model)
@@ -196,7 +197,7 @@ def spread(
             kept[tensor.data_ptr()] = {}
     shared = TiedWeights(tied)
     shared.keep_resident(model, lambda name: place_of(name, places) in offloaded)
-    blocks = without_nesting(model, places)
+    blocks = {**without_nesting(model, places), **dict.fromkeys(unplaced(model, places), main_device)}
     attach_align_device_hook_on_blocks(
         model,
         {name: main_device if place in offloaded else place for name, place in blocks.items()},

@@ -31,8 +31,8 @@ def named_module_tensors(
 
 
 def non_persistent_buffers(module: nn.Module, recurse: bool = True) -> Iterator[str]:
-    """Names of the buffers that `state_dict()` leaves out."""
-    for prefix, each in module.named_modules() if recurse else [("", module)]:
+    """Names of the buffers that `state_dict()` leaves out, all of them."""
+    for prefix, each in module.named_modules(remove_duplicate=False) if recurse else [("", module)]:
         yield from (joined(prefix, name) for name in sorted(each._non_persistent_buffers_set))
 
 

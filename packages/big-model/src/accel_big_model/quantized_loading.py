@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 from torch import nn
 
-from accel_big_model.device_map import place_of
+from accel_big_model.device_map import main_place, place_of
 from accel_big_model.dispatch import spread
 from accel_big_model.loading import FittingWeights, planned, wanted_by
 from accel_big_model.model_hooks import default_device
@@ -110,8 +110,7 @@ def load_and_quantize_model(
 
 def _offloaded(places: Mapping[str, Place]) -> set[Place]:
     """The places in a map from which weights are brought to where they compute."""
-    main = next((place for place in places.values() if place not in ("cpu", "disk")), "cpu")
-    kept = ("disk",) if as_device(main).type == "cpu" else ("cpu", "disk")
+    kept = ("disk",) if as_device(main_place(places)).type == "cpu" else ("cpu", "disk")
     return {place for place in places.values() if place in kept}
 
 
