@@ -55,9 +55,8 @@ def without_room(folder):
         StateFiles.zeros = zeros
 
 
-def accumulate_otherwise():
-    config = {"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": 4}
-    accelerator, model, _ = prepare(steps=2, config=config)
+def accumulate_otherwise(**keys):
+    accelerator, model, _ = prepare(steps=2, config={"zero_optimization": {"stage": 2}, **keys})
     with accelerator.accumulate(model):
         accelerator.backward(model(torch.ones(1, 4)).sum())
 
@@ -68,7 +67,8 @@ def said(folder):
         "unknown key": lambda: prepare(config={"zero_optimization": {"stage": 2, "reduce_bucket_sise": 1}}),
         "another stage": lambda: prepare(zero_stage=2, config=zero_3),
         "two norms": lambda: prepare(gradient_clipping=1.0, config={**zero_3, "gradient_clipping": 2.0}),
-        "other windows": accumulate_otherwise,
+        "other windows": lambda: accumulate_otherwise(gradient_accumulation_steps=4),
+        "other sizes": lambda: accumulate_otherwise(train_batch_size=16, train_micro_batch_size_per_gpu=2),
         "a number": lambda: prepare(Scaled(), zero_stage=3),
         "hierarchy": lambda: prepare(config={"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}}),
         "folder": lambda: on_a_folder(folder),
@@ -100,7 +100,8 @@ def ranks(tmp_path_factory):
         ("unknown key", "ValueError: .* has no key 'reduce_bucket_sise'. Did you mean 'reduce_bucket_size'"),
         ("another stage", "ValueError: zero_stage=2 was given, but .* 'zero_optimization.stage' with 3"),
         ("two norms", "ValueError: gradient_clipping=1.0 was given, but .* 'gradient_clipping' with 2.0"),
-        ("other windows", "ValueError: .* 'gradient_accumulation_steps' with 4, but .*gradient_accumulation_steps=2"),
+        ("other windows", "ValueError: .* accumulates over 4 steps, by .* sizes, but .*gradient_accumulation_steps=2"),
+        ("other sizes", "ValueError: .* accumulates over 4 steps, by .* sizes, but .*gradient_accumulation_steps=2"),
         ("a number", "ValueError: Scaled .* cannot send parameters without dims: scale"),
         (
             "hierarchy",

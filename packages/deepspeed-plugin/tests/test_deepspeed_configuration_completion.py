@@ -7,6 +7,7 @@ import torch
 
 from accel_core import PrecisionPolicy
 from accel_deepspeed.configuration import Configuration
+from accel_deepspeed.configuration_completion import accumulation_steps
 
 FULL = PrecisionPolicy()
 BF16 = PrecisionPolicy(compute=torch.bfloat16, output=torch.float32)
@@ -14,9 +15,9 @@ BF16_TRUE = PrecisionPolicy(param=torch.bfloat16, input=torch.bfloat16)
 FP16 = PrecisionPolicy(compute=torch.float16)
 
 
-def resolved(config=None, policy=FULL, zero_stage=None, world_size=2, accumulation_steps=1, **facts):
+def resolved(config=None, policy=FULL, zero_stage=None, world_size=2, **facts):
     configuration = Configuration.read(config, zero_stage=zero_stage)
-    return configuration.resolved(world_size=world_size, accumulation_steps=accumulation_steps, policy=policy, **facts)
+    return configuration.resolved(world_size=world_size, policy=policy, **facts)
 
 
 def with_stage(stage=2, /, **keys):
@@ -24,7 +25,7 @@ def with_stage(stage=2, /, **keys):
 
 
 def test_what_the_core_does_deepspeed_is_told_not_to():
-    found = resolved(with_stage(gradient_clipping=1.0), accumulation_steps=4, micro_batch_size=8)
+    found = resolved(with_stage(gradient_clipping=1.0, train_micro_batch_size_per_gpu=8))
     assert found == {
         "zero_optimization": {"stage": 2, "compute_grad_norm": False},
         "train_micro_batch_size_per_gpu": 8,
@@ -52,62 +53,44 @@ def test_the_norm_that_nobody_reads_is_not_computed_where_deepspeed_offers_that(
 def test_the_configuration_stays_as_it_was_read():
     configuration = pickle.loads(pickle.dumps(Configuration.read(with_stage(bf16={"enabled": "auto"}))))
     for _ in range(2):
-        found = configuration.resolved(world_size=1, accumulation_steps=1, policy=BF16)
+        found = configuration.resolved(world_size=1, policy=BF16)
         assert found["bf16"]["enabled"] is True
         found["zero_optimization"]["stage"] = 0
     assert configuration.values["bf16"] == {"enabled": "auto"}
 
 
-@pytest.mark.parametrize(
-    ("keys", "facts", "micro"),
-    [
-        ({}, {}, 1),
-        ({"train_micro_batch_size_per_gpu": "auto", "train_batch_size": "auto"}, {"micro_batch_size": 3}, 3),
-        ({"train_micro_batch_size_per_gpu": 4}, {}, 4),
-        ({"train_batch_size": 48, "gradient_accumulation_steps": "auto"}, {"accumulation_steps": 3}, 8),
-        (
-            {"train_batch_size": 48, "gradient_accumulation_steps": 3},
-            {"accumulation_steps": 3, "micro_batch_size": 8},
-            8,
-        ),
-        (
-            {"train_batch_size": 16, "gradient_accumulation_steps": 1},
-            {"accumulation_steps": 3, "micro_batch_size": 8},
-            8,
-        ),
-    ],
-)
-def test_batch_sizes_are_filled_in(keys, facts, micro):
-    found = resolved(with_stage(**keys), **facts)
+@pytest.mark.parametrize(("keys", "micro", "steps"), [
+    ({}, 1, None),
+    ({"train_micro_batch_size_per_gpu": "auto", "train_batch_size": "auto"}, 1, None),
+    ({"train_micro_batch_size_per_gpu": 4}, 4, None),
+    ({"train_batch_size": 48, "gradient_accumulation_steps": "auto"}, 24, None),
+    ({"train_batch_size": 48, "gradient_accumulation_steps": 3}, 8, 3),
+    ({"train_batch_size": 48, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 3}, 8, 3),
+    ({"train_batch_size": 48, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": "auto"}, 8, 3),
+    ({"train_batch_size": 16, "train_micro_batch_size_per_gpu": 8}, 8, 1),
+])  # fmt: skip
+def test_batch_sizes_and_steps_follow_from_each_other(keys, micro, steps):
+    found = resolved(with_stage(**keys))
     assert found["train_micro_batch_size_per_gpu"] == micro
     assert found["train_batch_size"] == 2 * micro
     assert found["gradient_accumulation_steps"] == 1
+    assert accumulation_steps(keys, 2) == steps
 
 
-@pytest.mark.parametrize(
-    ("keys", "facts", "message"),
-    [
-        (
-            {"gradient_accumulation_steps": 4},
-            {"accumulation_steps": 2},
-            r"with 4, but the Accelerator accumulates over 2. Write Accelerator\(gradient_accumulation_steps=4\), or \"auto\"",
-        ),
-        (
-            {"train_micro_batch_size_per_gpu": 4},
-            {"micro_batch_size": 8},
-            r"with 4, but the prepared loader gives batches of 8 .* Write DataLoader\(batch_size=4\), or \"auto\"",
-        ),
-        (
-            {"train_batch_size": 48, "train_micro_batch_size_per_gpu": 4},
-            {"accumulation_steps": 3},
-            r"48, but train_micro_batch_size_per_gpu\(4\) \* gradient_accumulation_steps\(3\) \* processes\(2\) = 24\. Change one",
-        ),
-        ({"train_batch_size": 7}, {}, r"7, but train_micro_batch_size_per_gpu\(\?\) .* processes\(2\) = no multiple"),
-    ],
-)
-def test_numbers_that_contradict_each_other_are_refused_with_the_formula(keys, facts, message):
+@pytest.mark.parametrize(("keys", "message"), [
+    (
+        {"train_batch_size": 48, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 3},
+        r"48, but train_micro_batch_size_per_gpu\(4\) \* gradient_accumulation_steps\(3\) \* processes\(2\) = 24\. Change one",
+    ),
+    (
+        {"train_batch_size": 50, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": "auto"},
+        r"50, but train_micro_batch_size_per_gpu\(4\) \* gradient_accumulation_steps\(1\) \* processes\(2\) = 8\. Change one",
+    ),
+    ({"train_batch_size": 7}, r"7, but train_micro_batch_size_per_gpu\(\?\) .* processes\(2\) = no multiple"),
+])  # fmt: skip
+def test_numbers_that_contradict_each_other_are_refused_with_the_formula(keys, message):
     with pytest.raises(ValueError, match=message):
-        resolved(with_stage(**keys), **facts)
+        resolved(with_stage(**keys))
 
 
 def test_bf16_parameters_are_what_the_section_or_the_precision_asks_for():

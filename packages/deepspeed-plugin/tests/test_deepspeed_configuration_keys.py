@@ -194,7 +194,7 @@ def test_a_completed_configuration_is_one_that_deepspeed_takes():
         "train_batch_size": "auto",
     }
     found = Configuration.read(config).resolved(
-        world_size=1, accumulation_steps=4, policy=PrecisionPolicy(compute=torch.bfloat16), hidden_size=16
+        world_size=1, policy=PrecisionPolicy(compute=torch.bfloat16), hidden_size=16
     )
     level = logger.level
     logger.setLevel(logging.ERROR)

@@ -112,7 +112,7 @@ def test_contradictions_and_what_deepspeed_would_ignore_are_refused(config, opti
 
 def complete(folder):
     configuration = read(zero_stage=3, offload_param="nvme", offload_folder=folder)
-    return configuration.resolved(world_size=1, accumulation_steps=1, policy=PrecisionPolicy())
+    return configuration.resolved(world_size=1, policy=PrecisionPolicy())
 
 
 def test_a_folder_that_can_be_made_is_taken_and_not_made(tmp_path):

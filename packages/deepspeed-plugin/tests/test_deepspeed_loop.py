@@ -135,3 +135,28 @@ def trains_in_windows_of_its_own():
 
 def test_a_loop_that_divides_by_its_own_steps_may_have_any_in_the_configuration():
     assert run_ranks(trains_in_windows_of_its_own, 2, timeout=120)[0] == [-2.0]
+
+
+def trains_one_model_after_the_other(keys):
+    strategy = DeepSpeed(config={"zero_optimization": {"stage": 2}, **keys})
+    accelerator = Accelerator(strategy=strategy, gradient_accumulation_steps=4, cpu=True)
+    found = []
+    for _ in range(2):
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        for value in (1.0, 2.0, 3.0, 4.0):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(torch.tensor([[value]])).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+        found += accelerator.get_state_dict(model).values()
+    return [value.item() for value in found]
+
+
+@pytest.mark.parametrize("keys", [
+    {"gradient_accumulation_steps": 4},
+    {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": "auto"},
+])  # fmt: skip
+def test_a_model_may_be_prepared_after_a_backward_and_batch_sizes_say_the_steps(keys):
+    assert run_ranks(trains_one_model_after_the_other, 1, keys, timeout=120) == [[-2.5, -2.5]]

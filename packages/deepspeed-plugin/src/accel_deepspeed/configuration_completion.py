@@ -24,6 +24,8 @@ _SIZES: Mapping[str, Callable[[int], int]] = MappingProxyType(
 )
 """What "auto" means for the sizes that follow from the width of a model, as transformers' Trainer fills them."""
 
+_BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
 _KEPT = ("data_types.keep_in_fp32_modules",)
 """Keys of which "auto" is a value of DeepSpeed's own."""
 
@@ -34,9 +36,7 @@ def complete(
     stage: int,
     *,
     world_size: int,
-    accumulation_steps: int,
     policy: PrecisionPolicy,
-    micro_batch_size: int | None = None,
     hidden_size: int | None = None,
     parameter_dtype: torch.dtype | None = None,
 ) -> dict[str, Any]:
@@ -45,16 +45,14 @@ def complete(
     Args:
         values: what was read; source: how messages call it; stage: of ZeRO.
         world_size: how many processes share the data.
-        accumulation_steps: those of the Accelerator.
         policy: the dtypes that are to hold.
-        micro_batch_size: rows of a batch on one process, if a prepared loader tells.
         hidden_size: that of the model (`hidden_size_of`), if it tells.
         parameter_dtype: that of the model's trained parameters, if they share one.
 
     Raises:
         ValueError: what the configuration says contradicts these, or an "auto" stays open.
     """
-    _settle_batches(values, source, world_size, accumulation_steps, micro_batch_size)
+    _settle_batches(values, source, world_size)
     settle_precision(values, source, stage, policy, parameter_dtype)
     _settle_sizes(values["zero_optimization"], source, stage, hidden_size)
     values["gradient_clipping"] = 0.0  # the Accelerator clips; DeepSpeed's own default is 1.0
@@ -69,32 +67,31 @@ def complete(
     return values
 
 
-def _settle_batches(values: dict[str, Any], source: str, world: int, steps: int, micro: int | None) -> None:
-    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    total, found, asked = (None if values.get(name) == "auto" else values.get(name) for name in names)
-    if asked not in (None, 1, steps):
+def accumulation_steps(values: Mapping[str, Any], world: int) -> int | None:
+    """The steps of a window: as written, else those of the batch sizes; None if the configuration leaves them open."""
+    total, micro, steps = _batches(values)
+    if steps is None and total and micro and total % (micro * world) == 0:
+        return int(total // (micro * world))
+    return steps
+
+
+def _batches(values: Mapping[str, Any]) -> list[Any]:
+    return [None if values.get(name) == "auto" else values.get(name) for name in _BATCHES]
+
+
+def _settle_batches(values: dict[str, Any], source: str, world: int) -> None:
+    (total, micro, _), window = _batches(values), accumulation_steps(values, world) or 1
+    if total is not None and micro is None and total % (window * world) == 0:
+        micro = total // (window * world)
+    if total is not None and total != (micro or 0) * window * world:
         raise ValueError(
-            f"{source} has 'gradient_accumulation_steps' with {asked}, but the Accelerator accumulates over {steps}. Write "
-            f'Accelerator(gradient_accumulation_steps={asked}), or "auto" in the configuration.'
-        )
-    if found is not None and micro is not None and found != micro:
-        raise ValueError(
-            f"{source} has 'train_micro_batch_size_per_gpu' with {found}, but the prepared loader gives batches of {micro} on "
-            f'each process. Write DataLoader(batch_size={found}), or "auto" in the configuration.'
-        )
-    found = micro if found is None else found
-    window = steps if asked is None else asked
-    if total is not None and found is None and total % (window * world) == 0:
-        found = total // (window * world)
-    if total is not None and total != (found or 0) * window * world:
-        raise ValueError(
-            f"{source} has 'train_batch_size' with {total}, but train_micro_batch_size_per_gpu({found or '?'}) * "
-            f"gradient_accumulation_steps({window}) * processes({world}) = {found * window * world if found else 'no multiple'}. "
+            f"{source} has 'train_batch_size' with {total}, but train_micro_batch_size_per_gpu({micro or '?'}) * "
+            f"gradient_accumulation_steps({window}) * processes({world}) = {micro * window * world if micro else 'no multiple'}. "
             f'Change one of them, or write "auto".'
         )
     # DeepSpeed sees windows of one, for the core accumulates; of the batch it only makes figures of throughput.
-    micro = 1 if found is None else int(found)
-    values.update(zip(names, (micro * world, micro, 1), strict=True))
+    micro = 1 if micro is None else int(micro)
+    values.update(zip(_BATCHES, (micro * world, micro, 1), strict=True))
 
 
 def _settle_sizes(zero: dict[str, Any], source: str, stage: int, width: int | None) -> None:

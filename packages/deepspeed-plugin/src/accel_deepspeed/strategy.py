@@ -36,6 +36,7 @@ from accel_core.api.layouts import Elementwise
 from accel_core.api.strategy import check_alike, compile_calls, override_calls
 from accel_deepspeed import clipping, optimizer_double
 from accel_deepspeed.configuration import Configuration, hidden_size_of
+from accel_deepspeed.configuration_completion import accumulation_steps
 from accel_deepspeed.configuration_offload import check_files
 from accel_deepspeed.configured_objects import check_schedule, compiled_for, realise
 from accel_deepspeed.engine_internals import is_shared_out, set_leaf_modules
@@ -111,8 +112,7 @@ class DeepSpeed(OlderAttributes, Strategy):
             offload_folder=offload_folder,
             gradient_clipping=gradient_clipping,
         )
-        asked = self.configuration.values.get("gradient_accumulation_steps")
-        self._asked_steps: int | None = asked if isinstance(asked, int) else None
+        self._compares_steps = True
         self._leaves = tuple(moe_leaf_modules)
         self._world_or_none: World | None = None
         self._prepared: weakref.WeakKeyDictionary[nn.Module, PrepareRequest] = weakref.WeakKeyDictionary()
@@ -204,8 +204,8 @@ class DeepSpeed(OlderAttributes, Strategy):
         `scale_wrt_gas=False` among the options says that the caller has divided the loss by its own steps.
         """
         if not options.pop("scale_wrt_gas", True):
-            self._asked_steps = None
-        if self._asked_steps is not None:
+            self._compares_steps = False
+        if self._compares_steps:
             self._check_accumulation(weight)
         engines = live_engines()
         for engine in engines:
@@ -388,7 +388,6 @@ class DeepSpeed(OlderAttributes, Strategy):
         dtypes = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
         return configuration.resolved(
             world_size=self._world.size,
-            accumulation_steps=self._asked_steps or 1,  # compared at the first backward, which tells
             policy=request.policy,
             hidden_size=hidden_size_of(model),
             parameter_dtype=dtypes.pop() if len(dtypes) == 1 else None,
@@ -406,12 +405,13 @@ class DeepSpeed(OlderAttributes, Strategy):
 
     def _check_accumulation(self, weight: float) -> None:
         """Raises at the first backward if the configuration has other accumulation steps."""
-        asked, self._asked_steps = self._asked_steps, None
+        self._compares_steps = False
+        asked = accumulation_steps(self.configuration.values, self._world.size)
         if asked is not None and not math.isclose(weight * asked, 1.0, rel_tol=1e-6):
             raise ValueError(
-                f"{self.configuration.source} has 'gradient_accumulation_steps' with {asked}, but a micro-batch has the weight {weight:g} "
-                f"here, as with Accelerator(gradient_accumulation_steps={round(1 / weight)}). Give both the same number, or write "
-                f'"auto" in the configuration.'
+                f"{self.configuration.source} accumulates over {asked} steps, by 'gradient_accumulation_steps' or by its batch sizes, but "
+                f"a micro-batch has the weight {weight:g} here, as with Accelerator(gradient_accumulation_steps={round(1 / weight)}). Give "
+                f'both the same number, or write "auto" in the configuration.'
             )
 
     def _clip_unasked(self, engines: Sequence[ModelEngine]) -> None:
