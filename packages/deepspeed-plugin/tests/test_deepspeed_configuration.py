@@ -209,7 +209,9 @@ def test_clipping_is_remembered_and_not_left_to_deepspeed():
     assert read(with_zero() | {"gradient_clipping": 2}).clipping == 2.0
     assert read(with_zero() | {"gradient_clipping": 2}, gradient_clipping=2.0).clipping == 2.0
     assert read(with_zero() | {"gradient_clipping": "auto"}, gradient_clipping=1).clipping == 1.0
-    assert read(with_zero() | {"gradient_clipping": 0}).clipping is None
+    assert read(with_zero() | {"gradient_clipping": 0}).clipping == 0
+    assert read(gradient_clipping=0).clipping == 0
+    assert read().clipping is None
     assert "gradient_clipping" not in read(with_zero() | {"gradient_clipping": 2}).values
     with pytest.raises(
         ValueError, match=r"gradient_clipping=1\.0 was given, but .* 'gradient_clipping' with 2. Keep one"

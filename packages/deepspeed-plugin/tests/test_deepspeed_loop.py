@@ -122,7 +122,7 @@ def test_joining_is_refused_with_what_to_do(ranks, stage):
 
 def trains_in_windows_of_its_own():
     """As transformers' Trainer does."""
-    config = {"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": 2}
+    config = {"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": 2, "gradient_clipping": 0}
     accelerator = Accelerator(strategy=DeepSpeed(config=config), cpu=True)
     model = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.weight)
@@ -133,7 +133,7 @@ def trains_in_windows_of_its_own():
     return [value.item() for value in accelerator.get_state_dict(model).values()]  # of the main process
 
 
-def test_a_loop_that_divides_by_its_own_steps_may_have_any_in_the_configuration():
+def test_a_loop_that_divides_by_its_own_steps_may_have_any_in_the_configuration_and_a_norm_of_zero_clips_nothing():
     assert run_ranks(trains_in_windows_of_its_own, 2, timeout=120)[0] == [-2.0]
 
 

@@ -187,6 +187,17 @@ def test_another_configuration_may_be_set():
     assert strategy.zero_stage == 2
 
 
+@pytest.mark.parametrize("options", [
+    {"hf_ds_config": {"zero_optimization": {"stage": 2}, "gradient_clipping": 0}}, {"gradient_clipping": 0},
+])  # fmt: skip
+def test_a_norm_of_zero_is_left_at_that_and_is_no_value_to_fill_in(options):
+    strategy = DeepSpeedPlugin(**options)
+    assert strategy.get_value("gradient_clipping") == 0
+    assert not strategy.is_auto("gradient_clipping")
+    assert strategy.current_configuration().clipping == 0
+    assert DeepSpeedPlugin(zero_stage=2).is_auto("gradient_clipping")
+
+
 def test_sections_of_optimizer_and_scheduler_are_seen_under_older_names():
     section = {"type": "AdamW", "params": {"lr": "auto"}}
     strategy = DeepSpeedPlugin(

@@ -30,7 +30,7 @@ class Configuration:
         values: the keys that DeepSpeed may get, "auto" among them.
         source: how messages call it: the file, or "The DeepSpeed configuration".
         stage: of ZeRO, 0 to 3.
-        clipping: the norm to which gradients are to be clipped before each step; None: not at all.
+        clipping: the norm to which gradients are to be clipped before each step; 0: not at all; None: nothing is said, so not at all.
         offload_optimizer: where optimizer state is kept: "none" (with the parameters), "cpu" or
             "nvme".
         offload_param: where parameters are kept that are not in use; as above.
@@ -158,9 +158,9 @@ def _clipping(found: Any, asked: float | None, source: str) -> float | None:
         if norm is not None and (isinstance(norm, bool) or norm < 0):
             raise ValueError(f"{name} is {norm!r}: expected the largest norm, above 0; or 0 to leave gradients alone.")
     if found is None or found == "auto":
-        return float(asked) if asked else None
+        return None if asked is None else float(asked)
     if asked is not None and asked != found:
         raise ValueError(
             f"gradient_clipping={asked} was given, but {source} has 'gradient_clipping' with {found}. Keep one of them."
         )
-    return float(found) or None
+    return float(found)

@@ -71,8 +71,8 @@ def accumulation_steps(values: Mapping[str, Any], world: int) -> int | None:
     """The steps of a window: as written, else those of the batch sizes; None if the configuration leaves them open."""
     total, micro, steps = _batches(values)
     if steps is None and total and micro and total % (micro * world) == 0:
-        return int(total // (micro * world))
-    return steps
+        steps = total // (micro * world)
+    return None if steps is None else int(steps)
 
 
 def _batches(values: Mapping[str, Any]) -> list[Any]:

@@ -112,7 +112,7 @@ class OlderAttributes:
 
     @property
     def gradient_clipping(self) -> float | None:
-        """The norm to which gradients are clipped before each step; None: not at all."""
+        """The norm to which gradients are clipped before each step; None or 0: not at all."""
         return self.configuration.clipping
 
     @property
@@ -154,6 +154,6 @@ def whole(configuration: Configuration) -> dict[str, Any]:
     sections = {"optimizer": configuration.optimizer, "scheduler": configuration.scheduler}
     return {
         **configuration.values,
-        "gradient_clipping": configuration.clipping or "auto",
+        "gradient_clipping": "auto" if configuration.clipping is None else configuration.clipping,
         **{name: section for name, section in sections.items() if section is not None},
     }

@@ -81,7 +81,8 @@ class DeepSpeed(OlderAttributes, Strategy):
             are trained), or "none". None: the place in the configuration.
         offload_folder: folder for what is placed on "nvme".
         gradient_clipping: norm to which the gradients of a model are clipped before each step,
-            unless the loop clips by itself. None: the norm in the configuration, else no clipping.
+            unless the loop clips by itself. 0: no clipping. None: the norm in the
+            configuration, else no clipping.
         moe_leaf_modules: names of classes whose modules are gathered as a whole in stage 3, because
             processes use different parts of them: mixtures of experts.
 
@@ -124,7 +125,7 @@ class DeepSpeed(OlderAttributes, Strategy):
             "stage": str(found.stage),
             "optimizer state": "" if found.offload_optimizer == "none" else f"on {found.offload_optimizer}",
             "parameters": "" if found.offload_param == "none" else f"on {found.offload_param}",
-            "clipping": "" if found.clipping is None else f"to the norm {found.clipping}, unless the loop clips",
+            "clipping": f"to the norm {found.clipping}, unless the loop clips" if found.clipping else "",
         }
         return {name: words for name, words in described.items() if words}
 
@@ -250,7 +251,7 @@ class DeepSpeed(OlderAttributes, Strategy):
     def clip_gradients(self, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float) -> torch.Tensor:
         """By the norm over all parts. A collective."""
         own, engines = {id(each): each for each in parameters}, live_engines()
-        if self.configuration.clipping is not None and not math.isinf(max_norm):
+        if self.configuration.clipping and not math.isinf(max_norm):
             for engine in engines:
                 engine.clipped |= any(id(each) in own for each in engine.model.parameters())
         parts = [part for engine in engines for part in engine.sent_gradients(own)]
@@ -278,8 +279,8 @@ class DeepSpeed(OlderAttributes, Strategy):
             )
         check_schedule(optimizer, self.configuration)
         engines = [engine for engine in self._engines() if engine.optimizer is optimizer]
-        if self.configuration.clipping is not None:
-            self._clip_unasked(engines)
+        if self.configuration.clipping:
+            self._clip_unasked(engines, self.configuration.clipping)
         if not self.configuration.stage:
             return step()
         for hook in optimizer._optimizer_step_pre_hooks.values():
@@ -414,11 +415,11 @@ class DeepSpeed(OlderAttributes, Strategy):
                 f'both the same number, or write "auto" in the configuration.'
             )
 
-    def _clip_unasked(self, engines: Sequence[ModelEngine]) -> None:
-        """Clips the gradients of each model by the configured norm, unless the loop has."""
+    def _clip_unasked(self, engines: Sequence[ModelEngine], norm: float) -> None:
+        """Clips the gradients of each model to a norm, unless the loop has."""
         for engine in engines:
             if not engine.clipped:
-                self.clip_gradients(list(engine.model.parameters()), self.configuration.clipping or math.inf, 2.0)
+                self.clip_gradients(list(engine.model.parameters()), norm, 2.0)
             engine.clipped = False
 
 
