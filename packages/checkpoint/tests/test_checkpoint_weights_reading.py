@@ -489,8 +489,8 @@ def test_of_many_names_the_first_are_shown(tmp_path):
     "theirs, ours, fits",
     [
         (torch.bfloat16, torch.float32, True), (torch.float32, torch.float8_e5m2, True), (torch.int32, torch.int64, True),
-        (torch.float32, torch.int64, False), (torch.int64, torch.float32, False), (torch.uint8, torch.bool, False),
-        (torch.complex64, torch.float32, False),
+        (torch.float32, torch.int64, False), (torch.int64, torch.float32, False), (torch.uint8, torch.bool, True),
+        (torch.int8, torch.bool, False), (torch.bool, torch.uint8, False), (torch.complex64, torch.float32, False),
     ],
 )  # fmt: skip
 def test_values_are_cast_within_a_kind_only(tmp_path, theirs, ours, fits):
@@ -506,6 +506,21 @@ def test_values_are_cast_within_a_kind_only(tmp_path, theirs, ours, fits):
             CheckpointError, match=rf"different \(1\): x: {str(theirs)[6:]}\[3\] in the file, {str(ours)[6:]}"
         ):
             load_checkpoint_in_model(model, tmp_path)
+
+
+@pytest.mark.parametrize("written", ["safetensors", "torch", "checkpoint"])
+def test_masks_of_numbers_are_true_where_a_number_is_not_zero(tmp_path, written):
+    old, model = nn.Module(), nn.Module()
+    old.register_buffer("mask", torch.tensor([0, 1, 2, 255], dtype=torch.uint8))
+    model.register_buffer("mask", torch.zeros(4, dtype=torch.bool))
+    accelerator = Accelerator(cpu=True)
+    if written == "checkpoint":
+        accelerator.prepare(old)
+        accelerator.save_state(tmp_path / "saved")
+    else:
+        accelerator.save_model(old, tmp_path / "saved", safe_serialization=written == "safetensors")
+    load_checkpoint_in_model(model, tmp_path / "saved")
+    assert model.mask.view(torch.uint8).tolist() == [0, 1, 1, 1]
 
 
 class WithExtra(nn.Linear):

@@ -130,13 +130,8 @@ class StoredWeights(Mapping[str, torch.Tensor]):
         return len(self._stored)
 
     def misfit(self, name: str, wanted: torch.Tensor) -> str | None:
-        """Why a tensor, which is not read, is no value for one of the model, as text; None if it is.
-
-        Numbers of uint8 are one for a mask: before torch had bool, masks were saved so.
-        """
-        stored, shape = self._stored[name], tuple(wanted.shape)
-        is_mask = wanted.dtype is torch.bool and stored.dtype is torch.uint8
-        return None if is_mask and stored.shape == shape else stored.misfit(wanted.dtype, shape)
+        """Why a tensor, which is not read, is no value for one of the model, as text; None if it is."""
+        return self._stored[name].misfit(wanted.dtype, tuple(wanted.shape))
 
     def file_of(self, name: str) -> str:
         """The file of a tensor, or the folder of its checkpoint."""

@@ -53,8 +53,12 @@ class Stored(NamedTuple):
         return self.obstacle or words_for(self.dtype, self.shape)
 
     def misfit(self, dtype: torch.dtype | None, shape: tuple[int, ...]) -> str | None:
-        """Why it is no value for a tensor of a model, as text; None if it can be cast to that as training does."""
-        if self.obstacle is None and self.shape == shape and _kind(self.dtype) == _kind(dtype):
+        """Why it is no value for a tensor of a model, as text; None if it can be cast to that as training does.
+
+        Numbers of uint8 are one for a mask: before torch had bool, masks were saved so.
+        """
+        is_mask = dtype is torch.bool and self.dtype is torch.uint8
+        if self.obstacle is None and self.shape == shape and (is_mask or _kind(self.dtype) == _kind(dtype)):
             return None
         return f"{self.words} in the file, {words_for(dtype, shape)} in the model"
 
