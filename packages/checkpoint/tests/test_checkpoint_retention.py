@@ -97,10 +97,10 @@ def test_a_newest_that_lost_a_file_is_not_passed_over_in_silence(tmp_path):
 def test_the_next_checkpoint_has_the_number_of_the_iteration(tmp_path):
     leave_unfinished(tmp_path, 5)
     save_all(tmp_path, 4)
-    assert next_path(tmp_path / "new", 0, known=False) == tmp_path / "new" / "checkpoint_0"
-    assert next_path(tmp_path, 5, known=False) == tmp_path / "checkpoint_5"
-    assert next_path(tmp_path, 6, known=False) == tmp_path / "checkpoint_6"
-    assert next_path(tmp_path, 4, known=True) == tmp_path / "checkpoint_4"
+    assert next_path(tmp_path / "new", 0) == tmp_path / "new" / "checkpoint_0"
+    assert next_path(tmp_path, 5) == tmp_path / "checkpoint_5"
+    assert next_path(tmp_path, 6) == tmp_path / "checkpoint_6"
+    assert next_path(tmp_path, 4, {4}) == tmp_path / "checkpoint_4"
 
 
 def test_a_checkpoint_of_another_run_is_not_replaced(tmp_path):
@@ -110,9 +110,9 @@ def test_a_checkpoint_of_another_run_is_not_replaced(tmp_path):
         with pytest.raises(
             CheckpointError,
             match=rf"as .*checkpoint_{taken}, but checkpoint_{taken} exists already, .* call load_state\(\) first to go on from the newest, or start "
-            rf"at ProjectConfiguration\(iteration=11\)",
+            rf"at ProjectConfiguration\(iteration=11\).* give each a project_dir of its own",
         ):
-            next_path(tmp_path, taken, known=False)
+            next_path(tmp_path, taken, {3})
 
 
 # Which may go

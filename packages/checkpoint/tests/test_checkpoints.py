@@ -147,6 +147,20 @@ class TestAutomaticNames:
         assert model.weight.item() == 2
         assert accelerator.save_state().endswith("checkpoint_2")
 
+    @pytest.mark.parametrize("ahead", [1, 2])
+    def test_of_two_runs_that_go_on_from_one_checkpoint_neither_replaces_or_removes_those_of_the_other(
+        self, tmp_path, ahead
+    ):
+        list(saved_by(*started(tmp_path, 1), [1]))
+        (first, weights), (second, _) = started(tmp_path, 1), started(tmp_path, 1)
+        first.load_state()
+        second.load_state()
+        list(saved_by(first, weights, range(2, 2 + ahead)))
+        with pytest.raises(CheckpointError, match=rf"checkpoint_{ahead} exists already, .* a project_dir of its own"):
+            second.save_state()
+        second.load_state()
+        assert second.save_state().endswith(f"checkpoint_{ahead + 1}")
+
     @pytest.mark.parametrize("spelled", ["{project}", "{project}/../{name}", "{link}"])
     def test_from_an_older_checkpoint_saving_goes_on_above_the_highest(self, spelled, tmp_path):
         project = tmp_path / "project"
@@ -157,6 +171,14 @@ class TestAutomaticNames:
         accelerator.load_state(f"{folder}/checkpoints/checkpoint_0/")
         assert model.weight.item() == 1
         assert accelerator.save_state().endswith("checkpoint_3")
+
+    def test_one_of_another_name_beside_them_does_not_need_others(self, tmp_path):
+        accelerator, _ = started(value=1)
+        accelerator.save_state(tmp_path / "checkpoints" / "best")
+        accelerator, model = started(tmp_path)
+        accelerator.load_state(tmp_path / "checkpoints" / "best")
+        assert model.weight.item() == 1
+        assert accelerator.save_state().endswith("checkpoint_0")
 
     def test_one_of_another_project_does_not_open_this_one(self, tmp_path):
         list(saved_by(*started(tmp_path / "first"), [1]))

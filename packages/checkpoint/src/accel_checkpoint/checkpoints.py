@@ -38,7 +38,9 @@ class Checkpoints:
         # What a checkpoint that was loaded said of trackers, for the next one, where there are none here.
         self._recorded: Sequence[Any] = ()
         self._background = Background(run.world)
-        self._known = False  # whether this run has saved to, or loaded from, the folder of automatic names
+        self._seen: set[int] = (
+            set()
+        )  # numbers in the folder of automatic names that this run has saved, or found on loading
 
     @property
     def _run(self) -> Run:
@@ -78,7 +80,7 @@ class Checkpoints:
         save(self._run, request, self._background)
         self._run.prepared.copy_behind(self._background.copying)
         if automatic:
-            self._known = True
+            self._seen.add(self._project.iteration)
             self._project.iteration += 1
         return str(folder)
 
@@ -98,7 +100,6 @@ class Checkpoints:
         if self._project.automatic_checkpoint_naming and all(
             everywhere(world, "to count on", lambda: folder.parent.resolve() == self._root().resolve())
         ):
-            self._known = True
             self._project.iteration = self._next_number(record)
         return True
 
@@ -119,7 +120,8 @@ class Checkpoints:
         """Above all that are there, so that the newest is always that of the latest training."""
         numbers = everywhere(self._run.world, "for the highest number", lambda: retention.numbers(self._root()))
         saved = record["iteration"] if record["iteration"] is not None else -1
-        return max(saved, *(number for each in numbers for number in each)) + 1
+        self._seen.update(*numbers)
+        return max([saved, *self._seen]) + 1
 
     def _root(self) -> Path:
         assert self._project.project_dir is not None, "automatic names were asked for"
@@ -138,8 +140,8 @@ class Checkpoints:
                 f"save_state({str(output_dir)!r}) was given a folder, and automatic_checkpoint_naming=True names them: "
                 f"{self._root()}/checkpoint_<iteration>. Leave one of the two out."
             )
-        number, known = self._project.iteration, self._known
-        world, next_path = self._run.world, partial(retention.next_path, self._root(), number, known)
+        number = self._project.iteration
+        world, next_path = self._run.world, partial(retention.next_path, self._root(), number, self._seen)
         if self._project.save_on_each_node:
             everywhere(world, "for the next number", next_path)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 from accel_checkpoint.files.folder import is_leftover, remove_checkpoint, warn_of_rest
@@ -54,19 +55,20 @@ def newest(root: Path) -> Path:
     )
 
 
-def next_path(root: Path, iteration: int, known: bool) -> Path:
+def next_path(root: Path, iteration: int, seen: Collection[int] = ()) -> Path:
     """The path for the checkpoint number `iteration`.
 
-    CheckpointError is raised if a run not `known` in `root` would replace or precede another one.
+    CheckpointError is raised if it would replace or precede one of another run: one that is not `seen`.
     """
     path = root / name(iteration)
-    above = [] if known else [number for number in numbers(root) if number >= iteration]
+    above = [number for number in numbers(root) if number >= iteration and number not in seen]
     taken = [number for number in above if _is_taken(root / name(number))]
     if not taken:
         return path
     raise CheckpointError(
         f"A checkpoint was to be saved as {path}, but {name(taken[0])} exists already, and this run has neither saved nor loaded "
-        f"it: call load_state() first to go on from the newest, or start at ProjectConfiguration(iteration={taken[-1] + 1})."
+        f"it: call load_state() first to go on from the newest, or start at ProjectConfiguration(iteration={taken[-1] + 1}). If another "
+        f"run saves here too, give each a project_dir of its own."
     )
 
 
