@@ -177,6 +177,22 @@ class Hooked(nn.Linear):
         return super().forward(x) * self.calls
 
 
+class Renamed(nn.Linear):
+    """Its state_dict has the weight by another name and in another dtype; nothing takes it back."""
+
+    def __init__(self):
+        super().__init__(3, 2)
+        self._register_state_dict_hook(lambda module, state, *_: state.update(half=state.pop("weight").half()))
+
+
+class Added(nn.Linear):
+    """Its state_dict has the weight in another dtype, too; nothing takes that back."""
+
+    def __init__(self):
+        super().__init__(3, 2)
+        self._register_state_dict_hook(lambda module, state, *_: state.update(half=state["weight"].half()))
+
+
 class Odd(nn.Module):
     """Parameters and buffers of every kind and shape."""
 
@@ -231,6 +247,15 @@ def test_extra_state_comes_back_and_buffers_that_are_not_persistent_are_left_alo
 def test_what_hooks_of_the_user_add_to_a_state_dict_comes_back_through_them(tmp_path):
     module, _ = resumes(lambda accelerator: plain(accelerator, Hooked()), tmp_path / "a")
     assert module.calls == 6
+
+
+def test_a_parameter_that_a_hook_replaces_and_none_takes_back_is_not_lost_in_silence(tmp_path):
+    resumes(lambda accelerator: plain(accelerator, Added()), tmp_path / "added")
+    message = (
+        r"of Renamed has 'half', which .* not take, and lacks weight: .* register_load_state_dict_pre_hook.*\nPart of"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        resumes(lambda accelerator: plain(accelerator, Renamed()), tmp_path / "a")
 
 
 def test_parameters_of_any_dtype_and_shape_come_back_in_place(tmp_path):

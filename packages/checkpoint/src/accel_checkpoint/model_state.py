@@ -12,6 +12,7 @@ from torch import nn
 from accel_checkpoint.deferred import is_deferred, resident
 from accel_checkpoint.optimizers.sharding import Sharding, Whole, pieces_of
 from accel_core import CheckpointError
+from accel_core.api.component import listed
 from accel_core.api.layouts import Alias, Box, Elementwise, Entry, Opaque, Piece, Replicated
 
 
@@ -90,7 +91,16 @@ def _setter(model: nn.Module, name: str) -> Callable[[Any], None]:
 
 
 def _load_one(model: nn.Module, name: str, value: Any) -> None:
-    model.load_state_dict({name: value}, strict=False)  # a hook of the user's made it, and another one takes it
+    # A hook of the user's made it, and another one takes it. What is made beside a parameter, not in its place, may be left.
+    if name not in getattr(model.load_state_dict({name: value}, strict=False), "unexpected_keys", ()):
+        return
+    found = {id(each) for each in model.state_dict(keep_vars=True).values()}
+    replaced = [own for own, parameter in model.named_parameters() if id(parameter) not in found]
+    if replaced:
+        raise CheckpointError(
+            f"The state_dict() of {type(model).__name__} has {name!r}, which load_state_dict() does not take, and lacks {listed(replaced)}: that would "
+            f"be lost. Give the module a hook that turns it back: register_load_state_dict_pre_hook()."
+        )
 
 
 def _signature(value: Any) -> str:
