@@ -38,9 +38,7 @@ class Checkpoints:
         # What a checkpoint that was loaded said of trackers, for the next one, where there are none here.
         self._recorded: Sequence[Any] = ()
         self._background = Background(run.world)
-        self._seen: set[int] = (
-            set()
-        )  # numbers in the folder of automatic names that this run has saved, or found on loading
+        self._seen = set[int]()  # numbers in the folder of automatic names that this run has saved, or found on loading
 
     @property
     def _run(self) -> Run:
