@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import logging
 import math
@@ -271,6 +273,45 @@ def test_options_are_refused_with_what_holds(tmp_path):
             call()
     tracker.finish(failed=False)
     assert lines(tmp_path / "other") == []
+
+
+class Small(io.FileIO):
+    """A file on a disk which at first has space for 20 bytes, and after two attempts for all."""
+
+    space, attempts = 20, 0
+
+    def write(self, content):
+        if not self.space and self.attempts < 2:
+            self.attempts += 1
+            raise OSError(errno.ENOSPC, "No space left on device")
+        content = content[: self.space] if self.space else content
+        self.space = 0
+        return super().write(content)
+
+
+def test_records_wait_while_the_disk_is_full_and_none_is_lost(tmp_path, monkeypatch, caplog):
+    usual = Path.open
+
+    def on_a_small_disk(path, mode="r", *args, **options):
+        return Small(path, mode[0]) if mode in {"ab", "xb"} else usual(path, mode, *args, **options)
+
+    monkeypatch.setattr("accel_trackers.jsonl._TRY_AGAIN_AFTER", 0.01, raising=False)
+    monkeypatch.setattr(Path, "open", on_a_small_disk)
+    accelerator = Accelerator(cpu=True, log_with="jsonl", project_dir=tmp_path)
+    accelerator.init_trackers("project")
+    for step in range(5):
+        accelerator.log({"loss": step / 2}, step=step)
+    accelerator.log_images({"seen": torch.zeros(1, 20, 20, dtype=torch.uint8)}, step=5)
+    accelerator.end_training()
+    monkeypatch.undo()
+    (folder,) = (path.parent for path in tmp_path.rglob("metrics.jsonl"))
+    *records, shown = read(folder)
+    assert [record["values"]["loss"] for record in records] == [0.0, 0.5, 1.0, 1.5, 2.0]
+    assert decoded(shown["images"]["seen"][0].read_bytes()).shape == (20, 20, 1)
+    told = [record.message for record in caplog.records if "until there is space" in record.message]
+    assert [message.split(": ", 1)[1] for message in told] == [
+        "No space left on device. Records wait until there is space; make room for them."
+    ] * 2  # of the lines and of the image: once for each time that the disk was full
 
 
 def test_a_run_that_did_not_start_is_told_once(tmp_path):

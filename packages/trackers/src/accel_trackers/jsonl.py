@@ -25,6 +25,7 @@ Where a run was resumed, what the broken one had recorded from that step on stay
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import logging
@@ -33,8 +34,9 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
+from io import FileIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from accel_core import Bins, Table, TrackedRun, Tracker
 from accel_trackers.png import encode
@@ -48,6 +50,8 @@ CONFIG = "config.json"
 IMAGES = "images"
 
 _LONGEST, _DEEPEST = 100, 8  # bytes of a part of a file's name, and parts: file systems have limits
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_TRY_AGAIN_AFTER = 5.0  # seconds
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +60,7 @@ class JSONL(Tracker):
     """Records into the file metrics.jsonl, one line for each record.
 
     `accel_trackers.jsonl.read` reads it. Each line is with the operating system when `log` returns: a process that is killed loses the
-    line that it is writing at most. A resumed run is appended to.
+    line that it is writing at most. A resumed run is appended to. While the disk is full, records wait.
     """
 
     name = "jsonl"
@@ -64,7 +68,7 @@ class JSONL(Tracker):
 
     def __init__(self) -> None:
         self._directory = Path()
-        self._file: BinaryIO | None = None
+        self._file: FileIO | None = None
 
     @property
     def tracker(self) -> Path:
@@ -85,7 +89,7 @@ class JSONL(Tracker):
         whole = self._directory / f"{CONFIG}.new"  # a kill leaves the old one or the new one
         whole.write_text(text, encoding="utf-8", errors="backslashreplace")
         whole.replace(self._directory / CONFIG)
-        self._file = self.tracker.open("ab")
+        self._file = self.tracker.open("ab", buffering=0)
         if run.resumed is not None:
             self._write({"resumed": {"step": run.step}, "time": time.time()})
 
@@ -132,8 +136,7 @@ class JSONL(Tracker):
         assert self._file is not None, "start() comes first"
         line = json.dumps(_strict(record), ensure_ascii=False, allow_nan=False) + "\n"
         # Half of a surrogate pair, which a text may hold and UTF-8 may not, becomes the escape that JSON has for it.
-        self._file.write(line.encode("utf-8", "backslashreplace"))
-        self._file.flush()
+        _write_all(self._file, line.encode("utf-8", "backslashreplace"))
 
     def _save(self, image: torch.Tensor, name: str, stem: str) -> str:
         """Writes an image to a new file, and returns its path inside the folder."""
@@ -143,8 +146,8 @@ class JSONL(Tracker):
         for again in itertools.count():
             path = folder / f"{stem}{f'_again{again}' if again else ''}.png"
             try:
-                with path.open("xb") as file:
-                    file.write(content)
+                with path.open("xb", buffering=0) as file:
+                    _write_all(file, content)
             except FileExistsError:  # the step came again, or a name that a file system finds the same
                 continue
             return path.relative_to(self._directory).as_posix()
@@ -179,6 +182,23 @@ def safe_path(name: str) -> Path:
     parts = [re.sub(r"[^\w .+=@-]", "_", part).strip(" .") for part in name.split("/")]
     short = [part.encode()[:_LONGEST].decode(errors="ignore").rstrip(" .") for part in parts]
     return Path(*[part for part in short if part][:_DEEPEST] or ["_"])
+
+
+def _write_all(file: FileIO, content: bytes) -> None:
+    """Writes all of it, for which it waits while the disk is full: a disk may be full for a moment."""
+    rest, was_told = memoryview(content), False
+    while rest:
+        try:
+            rest = rest[file.write(rest) :]  # a part of it, if there is no space for more
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            if not was_told:
+                logger.warning(
+                    "%s: %s. Records wait until there is space; make room for them.", file.name, error.strerror
+                )
+            was_told = True
+            time.sleep(_TRY_AGAIN_AFTER)
 
 
 def _repair(path: Path) -> None:
