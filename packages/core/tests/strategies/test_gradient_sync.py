@@ -160,6 +160,69 @@ def refused() -> dict[str, str]:
     return found
 
 
+@ON_TWO
+def searched() -> list[bool]:
+    """A line search decides by the loss: that of all ranks, or else each rank takes steps of its own."""
+    agree = []
+    for by_name in (False, True):
+        loop = Loop()
+        loop.optimizer, loop.reference_optimizer = (
+            torch.optim.LBFGS(each.parameters(), max_iter=4, line_search_fn="strong_wolfe")
+            for each in (loop.inner, loop.reference)
+        )
+        loop.accelerator.prepare(loop.optimizer)
+
+        def closure(loop: Loop = loop) -> torch.Tensor:
+            loop.optimizer.zero_grad()
+            loss = loop.loss()
+            loop.accelerator.backward(loss)
+            return loss
+
+        def whole(loop: Loop = loop) -> torch.Tensor:
+            loop.reference_optimizer.zero_grad()
+            loss = loop.whole()
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            found = loop.optimizer.step(closure=closure) if by_name else loop.optimizer.step(closure)
+            agree.append(torch.allclose(found, loop.reference_optimizer.step(whole)))
+        pairs = zip(loop.inner.parameters(), loop.reference.parameters(), strict=True)
+        agree.append(all(torch.allclose(ours, theirs, rtol=1e-3, atol=1e-5) for ours, theirs in pairs))
+    return agree
+
+
+def test_an_optimizer_that_decides_by_the_loss_decides_by_that_of_all_ranks() -> None:
+    assert all(all(agree) for agree in ON_TWO.run(searched))
+
+
+@ON_TWO
+def stepped_by_themselves() -> list[float]:
+    loop, losses = Loop(), []
+
+    def closure() -> torch.Tensor:
+        loop.optimizer.zero_grad()
+        loss = loop.loss()
+        loop.accelerator.backward(loss)
+        return loss
+
+    with loop.accelerator.join_uneven_inputs([loop.model]):
+        steps = range(1 + loop.accelerator.process_index)
+        losses += [float(loop.optimizer.step(closure)) for _ in steps]
+    with LocalSGD(accelerator=loop.accelerator, model=loop.model, local_sgd_steps=2) as local:
+        for _ in range(2):
+            losses.append(float(loop.optimizer.step(closure)))
+            local.step()
+    return losses
+
+
+def test_where_ranks_step_by_themselves_closures_return_what_they_did() -> None:
+    first, second = ON_TWO.run(stepped_by_themselves)
+    assert [len(first), len(second)] == [3, 4]
+    assert first[0] != second[0]
+    assert first[-1] != second[-1]
+
+
 def assert_trains(loop: Loop) -> None:
     loop.accelerator.backward(loop.loss())
     loop.step()

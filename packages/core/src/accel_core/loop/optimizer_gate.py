@@ -32,12 +32,7 @@ _SKIPPED = "step_was_skipped"
 _SHADOWED = ("step", "zero_grad", "add_param_group", "__reduce_ex__", _SKIPPED)
 
 
-class _Skipped:
-    def __repr__(self) -> str:
-        return "SKIPPED"
-
-
-SKIPPED: Final = _Skipped()
+SKIPPED: Final = object()
 """What the hook `optimizer_step` returns when the parameters were not changed (an overflow under loss scaling, say)."""
 
 
@@ -69,7 +64,6 @@ class OptimizerGate:
         self._relay = relay
         # Weak: an optimizer that outlives its Accelerator does not keep everything that was prepared alive.
         self.owner: Callable[[], Prepared | None] = (lambda: None) if prepared is None else weakref.ref(prepared)
-        self._check_hook = None if prepared is None else prepared.check_gradients
         self._keeps_elsewhere = prepared is not None and prepared.gradients.are_elsewhere
         self.keeps = ""  # what was configured for this optimizer alone, in words
         self.engine = engine
@@ -123,13 +117,11 @@ class OptimizerGate:
             if accumulation.steps > 1 and accumulation.serial > 0:
                 what = f"optimizer.step(closure) was called in a window of {accumulation.size} micro-batches."
                 raise RuntimeError(f"{what} Use gradient_accumulation_steps=1, and a closure over all of them.")
-            if self._check_hook is not None and args and callable(args[0]):
-                args = (partial(self._checked_closure, optimizer, args[0]), *args[1:])
-            step = partial(step, *args, **kwargs)
+            checked = partial(self._checked, optimizer)
+            step = partial(step, *map(checked, args), **{name: checked(given) for name, given in kwargs.items()})
         else:
             self._check_backward()
-            if self._check_hook is not None:
-                self._check_gradients(optimizer)
+            self._check_gradients(optimizer)
         if self.engine is not None:
             step = _applied(self.engine, optimizer, step)
         self._inside = True
@@ -214,13 +206,16 @@ class OptimizerGate:
     def _check_gradients(self, optimizer: Optimizer) -> None:
         prepared = self.owner()
         # Inside `LocalSGD` each rank is meant to step by itself.
-        if self._check_hook is not None and prepared is not None and prepared.apart is None:
-            self._check_hook(optimizer)
+        if prepared is not None and prepared.check_gradients is not None and prepared.apart is None:
+            prepared.check_gradients(optimizer)
 
-    def _checked_closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
-        loss = closure()
-        self._check_gradients(optimizer)
-        return loss
+    def _checked(self, optimizer: Optimizer, argument: Any) -> Any:
+        def closure() -> Any:
+            loss = argument()
+            self._check_gradients(optimizer)
+            return loss if (prepared := self.owner()) is None else prepared.mean_over_ranks(loss)
+
+        return closure if callable(argument) else argument
 
     def _check_backward(self) -> None:
         accumulation = self.accumulation

@@ -16,6 +16,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from accel_core.base.deprecation import level_of_the_user
 from accel_core.base.suggestions import listed
+from accel_core.collectives import reduce_gather
 from accel_core.contract.precision_policy import remove_policy
 from accel_core.loading.index_source import is_batch_stream, length_of
 from accel_core.loop.compilation import forget_compiled
@@ -148,9 +149,8 @@ class Prepared:
     def copy_behind(self, wait: Callable[[], None] | None) -> None:
         """Has optimizers call `wait` before their next step: somebody copies what they change."""
         self._copying = wait
-        if wait is not None:
-            for gate in self.gates():
-                gate.checked = False
+        for gate in self.gates():
+            gate.checked = False
 
     def await_copies(self) -> None:
         """Returns when nobody copies what an optimizer is about to change."""
@@ -167,6 +167,13 @@ class Prepared:
         own = set(map(id, model.parameters()))
         known = {id(optimizer): optimizer for optimizer in (*self.optimizers, *candidates)}
         return [each for each in known.values() if any(id(parameter) in own for parameter in held_by(each))]
+
+    def mean_over_ranks(self, loss: Any) -> Any:
+        """What a closure returns to an optimizer, which may decide by it (LBFGS): on all ranks alike."""
+        joins = any(getattr(getattr(each, "_join_config", None), "enable", False) for each in self.trained())
+        if loss is None or self._world.size == 1 or self.apart is not None or joins:
+            return loss
+        return reduce_gather.reduce_tree(torch.as_tensor(loss), self._world, "mean")
 
     def check_orphans(self) -> None:
         """Raises if an optimizer has parameters whose gradients are not averaged. Cheap later."""

@@ -318,11 +318,10 @@ class _NoSync:
 def _comm_hook(name: str, wrapper: str, options: dict[str, Any], group: Any) -> tuple[Any, Any]:
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-    if name == "power_sgd":
-        state, hook = powerSGD_hook.PowerSGDState(group, **options), powerSGD_hook.powerSGD_hook
+    if name != "power_sgd":
+        state, hook = group, _float32_hook if name == "fp32" else getattr(default_hooks, f"{name}_compress_hook")
     else:
-        own: Any = {"fp32": _float32_hook}.get(name)
-        state, hook = group, own or getattr(default_hooks, f"{name}_compress_hook")
+        state, hook = powerSGD_hook.PowerSGDState(group, **options), powerSGD_hook.powerSGD_hook
     if wrapper != "no":
         hook = getattr(default_hooks, f"{wrapper}_compress_wrapper")(hook)
     # torch knows its bf16 hooks by their names and refuses them where it sees no native bf16 collective, although the
