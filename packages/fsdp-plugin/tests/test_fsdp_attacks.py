@@ -109,6 +109,37 @@ def thawed():
     return frozen, model.scale.grad
 
 
+def thawed_in_bfloat16():
+    """Gradients of a layer which was in a unit frozen as a whole when its model was prepared, and of one that was not."""
+    found = []
+    for frozen in (True, False):
+        accelerator = Accelerator(strategy=FSDP(), cpu=True, mixed_precision="bf16")
+        model = built(Scaled)
+        model.blocks[0].requires_grad_(not frozen)
+        model = accelerator.prepare(model)
+        model(part(accelerator))
+        model.blocks[0].requires_grad_(True)
+        accelerator.backward(model(part(accelerator)).mean())
+        found.append(whole(model.blocks[0].weight.grad))
+    return found
+
+
+def watched_first():
+    """Weights after a first call in inference mode, and steps behind it."""
+    found = []
+    for reshards in (True, False, 2):
+        accelerator, model = prepared(strategy=FSDP(reshard_after_forward=reshards))
+        optimizer = accelerator.prepare(sgd(model))
+        with torch.inference_mode():
+            seen = model(part(accelerator)).is_inference()
+        for step in range(3):
+            accelerator.backward(model(part(accelerator, step)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append((seen, [whole(each.detach()) for each in model.parameters()]))
+    return found
+
+
 def clipped_while_gathered():
     """Norms by what a model shows after a backward, and after one more call, which leaves parameters gathered."""
     norms = {}
@@ -261,7 +292,7 @@ def lives():
 
 
 JOBS = (
-    thawed, clipped_while_gathered, cleared, changed_by_hand, held_at_a_step, shared, later, refused, noted, reverted, lives
+    thawed, thawed_in_bfloat16, watched_first, clipped_while_gathered, cleared, changed_by_hand, held_at_a_step, shared, later, refused, noted, reverted, lives
 )  # fmt: skip
 
 
@@ -294,6 +325,27 @@ def test_a_number_that_is_unfrozen_later_is_averaged_too(facts):
     for frozen, gradient in (rank["thawed"] for rank in facts):
         assert frozen
         torch.testing.assert_close(gradient, model.scale.grad)
+
+
+def test_a_unit_that_is_unfrozen_later_is_trained_in_mixed_precision(facts):
+    for rank in facts:
+        found, expected = rank["thawed_in_bfloat16"]
+        assert expected.dtype is torch.float32
+        assert expected.any()
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_model_that_is_called_in_inference_mode_first_trains_as_any(facts):
+    model = built(Scaled)
+    optimizer = sgd(model)
+    for step in range(3):
+        model(batch(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for seen, weights in (case for rank in facts for case in rank["watched_first"]):
+        assert seen
+        for found, parameter in zip(weights, model.parameters(), strict=True):
+            torch.testing.assert_close(found, parameter.detach())
 
 
 def test_the_norm_counts_parameters_that_are_gathered_at_the_time(facts):

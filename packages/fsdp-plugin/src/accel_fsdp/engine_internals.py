@@ -201,6 +201,26 @@ class GatherApart:
         self._groups = {}
 
 
+def expect_unfreezing(unit: nn.Module | list[nn.Module]) -> None:
+    """Has a unit that is frozen as a whole know its dtypes too, for the time when it is trained.
+
+    The engine looks once, at the first forward, and at trained parameters alone.
+    """
+    for group in param_groups(engine_state(unit[0] if isinstance(unit, list) else unit)):
+        group._init_mp_dtypes = partial(_init_dtypes, group, group._init_mp_dtypes)
+
+
+def _init_dtypes(group: Any, engines: Callable[[], None]) -> None:
+    engines()
+    if group._orig_dtype is None:
+        group._orig_dtype, group._reduce_dtype = group.fsdp_params[0].orig_dtype, group.fsdp_params[0].reduce_dtype
+
+
+def was_gathered(cuts: Iterable[Any]) -> bool:
+    """Whether the tensors that parameters are gathered into have been made: they are made once."""
+    return all(map(_is_gathered_once, cuts))
+
+
 def gather_as_stored(unit: nn.Module | list[nn.Module], modules: Set[nn.Module]) -> None:
     """Has a unit gather what any of some modules has in its own dtype, with all other parameters."""
     for group in param_groups(engine_state(unit[0] if isinstance(unit, list) else unit)):

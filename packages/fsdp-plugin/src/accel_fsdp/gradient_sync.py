@@ -27,6 +27,7 @@ from accel_fsdp.engine_internals import (
     is_gathered,
     is_in_backward,
     refuse_second_derivatives,
+    was_gathered,
     was_interrupted,
 )
 from accel_fsdp.sharding import DTensorSharding, local_of
@@ -128,6 +129,14 @@ class Synchronisation:
         """An output that stays valid after resharding: parameters and views of them are copied."""
         return output.clone() if is_gathered(output, self._kept) else output
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def gather_outside(self) -> None:
+        """Makes the tensors that units gather into, which could not be trained if inference mode made them. Collective."""
+        for unit in self.units if not was_gathered(self.cuts) else ():
+            unit.unshard()
+            unit.reshard()
+
     def reshard(self) -> None:
         """Shows shards in the places of gathered parameters that are out of date or not needed."""
         for unit, state in zip(self.units, self._states, strict=True):
@@ -160,6 +169,8 @@ class ShardedModel(ClassOverride):
         learns = torch.is_grad_enabled()
         if learns and own.travels is own.held_back:
             own.tell(not own.held_back)
+        elif torch.is_inference_mode_enabled():
+            own.gather_outside()
         own.calls += 1
         try:
             output = super().__call__(*args, **kwargs)  # type: ignore[misc]

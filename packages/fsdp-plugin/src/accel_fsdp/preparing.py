@@ -31,7 +31,13 @@ from accel_core.api.strategy import (
     override_calls,
 )
 from accel_fsdp.activation_checkpointing import checkpoint_units
-from accel_fsdp.engine_internals import gather_apart, gather_as_stored, gathered_parameters, keep_in_parts
+from accel_fsdp.engine_internals import (
+    expect_unfreezing,
+    gather_apart,
+    gather_as_stored,
+    gathered_parameters,
+    keep_in_parts,
+)
 from accel_fsdp.export import save_whole
 from accel_fsdp.gathering import Gathering, is_lookup
 from accel_fsdp.gradient_sync import ShardedModel, Synchronisation, attach, synchronisation_of
@@ -289,6 +295,7 @@ def shard(
         # The root is needed first in the backward, so torch's own choice is to keep it gathered until then.
         again = None if reshard and unit is model else bool(reshard)
         fully_shard(unit, reshard_after_forward=again, mp_policy=gathering.policy(unit), **settings)
+        expect_unfreezing(unit)
         gather_as_stored(unit, gathering.as_stored)
         if partly is not None and unit is not model:
             keep_in_parts(unit, partly)
