@@ -213,6 +213,7 @@ def stepped_by_themselves() -> list[float]:
         for _ in range(2):
             losses.append(float(loop.optimizer.step(closure)))
             local.step()
+    assert loop.optimizer.step(lambda: (closure(), "noted"))[1] == "noted"  # no loss, but what is returned as it is
     return losses
 
 
