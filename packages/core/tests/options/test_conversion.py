@@ -102,6 +102,10 @@ def test_a_union_with_an_object_is_expressed_by_its_other_members() -> None:
         (str, "no", "no"),
         (Path, "a/b", Path("a/b")),
         (str | os.PathLike[str], "a/b", "a/b"),
+        (Path | None, "~/a", Path.home() / "a"),
+        (str | os.PathLike[str], "~/a", f"{Path.home()}/a"),
+        (list[Path], "~,b", [Path.home(), Path("b")]),
+        (str, "~/a", "~/a"),
         (torch.dtype, "bfloat16", torch.bfloat16),
         (torch.dtype, "torch.float32", torch.float32),
         (timedelta, "90", timedelta(seconds=90)),
@@ -228,7 +232,7 @@ def test_any_simple_value_survives_as_text(value: float | str | bool) -> None:
 
 
 def test_an_object_has_no_data() -> None:
-    with pytest.raises(TypeError, match=r"is a object, which neither text nor data can express: give it in Python"):
+    with pytest.raises(TypeError, match=r"is a object, which no text or data can express: give it in Python"):
         to_data(object())
 
 

@@ -27,8 +27,7 @@ import torch
 
 from accel_core.options.resolution import as_bool
 
-_OURS = {"os": os, "torch": torch, "Path": Path, "timedelta": timedelta, "Sequence": Sequence, "Mapping": Mapping}
-_USUAL = {**vars(typing), **_OURS}
+_USUAL = vars(typing) | {each.__name__: each for each in (os, torch, Path, timedelta, Sequence, Mapping)}
 _UNITS = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _LISTS: Mapping[Any, Any] = {Sequence: list, list: list, tuple: tuple, set: set, frozenset: frozenset}
 
@@ -49,8 +48,7 @@ def to_data(value: Any) -> Any:
     for kinds, make in _DATA:
         if isinstance(value, kinds):
             return make(value)
-    kind = type(value).__name__
-    raise TypeError(f"{value!r} is a {kind}, which neither text nor data can express: give it in Python")
+    raise TypeError(f"{value!r} is a {type(value).__name__}, which no text or data can express: give it in Python")
 
 
 _DATA: Sequence[tuple[Any, Callable[[Any], Any]]] = (
@@ -126,7 +124,10 @@ def _convert(kind: Any, value: Any) -> Any:
     if kind is Any:
         return value
     one_name = str in members(kind) and isinstance(value, str) and "," not in value and not _is_json(value)
-    for known in sorted(filter(None, map(_type, members(kind))), key=lambda known: known.order):
+    kinds = sorted(filter(None, map(_type, members(kind))), key=lambda known: known.order)
+    if isinstance(value, str) and "a path" in [known.words for known in kinds]:
+        value = os.path.expanduser(value)  # no shell does so in a file, nor in --log-dir=~/logs
+    for known in kinds:
         if one_name and known.order in {_MAPPING, _LIST}:
             continue  # of `str | Sequence[str]`
         try:
