@@ -29,7 +29,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
         Launch("again", "once", {**TWO, "max_restarts": 2}),
         Launch("often", "is-killed", {**TWO, "max_restarts": 1}),
         Launch("redirected", "raises", {**TWO, "redirects": "3"}),
-        Launch("filtered", "raises", {**TWO, "local_ranks_filter": [0]}),
+        Launch("filtered", "raises", {**TWO, "local_ranks_filter": [0], "max_restarts": 1}),
         *(Launch(name, "stays", TWO, [name]) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGKILL")),
         Launch("saves", "saves", TWO, ["SIGTERM"]),
         Launch("deaf", "deaf", TWO, ["SIGINT"]),
@@ -118,7 +118,13 @@ def test_errors_that_went_to_a_file_are_shown(results: dict[str, Result]) -> Non
     errors = results["redirected"].errors
     assert "  | ValueError: only I\n" in errors
     assert "  output of all ranks: /" in errors
-    assert "its errors, which were not shown (/dev/null):\n  | (nothing)" in results["filtered"].errors
+
+
+def test_errors_of_a_rank_that_is_not_shown_are_shown_when_it_fails(results: dict[str, Result]) -> None:
+    errors = results["filtered"].errors
+    shown = "  its errors, which were not shown:\n  | Traceback (most recent call last):\n"
+    assert errors.count(shown) == errors.count("  | ValueError: only I\n") == 2, "before the restart, and at the end"
+    assert errors.index(shown) < errors.index("rank 1 failed first")
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT"])

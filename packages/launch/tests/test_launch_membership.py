@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -65,11 +66,16 @@ def read_line(launcher: subprocess.Popen[str]) -> str:
 def test_machine_that_joins_a_run_without_restarts_takes_part(launchers: Launchers) -> None:
     command = "echo $WORLD_SIZE; [ $WORLD_SIZE = 2 ] || exec sleep 60"
     options = {"rdzv_backend": "c10d", "min_machines": 1, "rdzv_conf": {"last_call_timeout": "1"}}
-    first = launchers.start(command, **options)
-    assert read_line(first) == "1\n"
+    first = launchers.start(command, **options, tee="1", log_dir=str(launchers.folder))
+    assert read_line(first).startswith("accel launch: the ranks' output is written to files")
+    assert read_line(first) == "[rank0]:1\n"
     second = launchers.start(command, **options)
-    assert [each.communicate(timeout=30)[0] for each in (first, second)] == ["2\n", "2\n"]
+    told = [each.communicate(timeout=30)[0] for each in (first, second)]
+    assert re.fullmatch(r"\[rank[01]\]:2\n", told[0])
+    assert told[1] == "2\n"
     assert [first.returncode, second.returncode] == [0, 0]
+    logs = {path.parts[-3]: path.read_text() for path in launchers.folder.glob("*/attempt_*/0/stdout.log")}
+    assert logs == {"attempt_0": "1\n", "attempt_1": "2\n"}, "what ran before the machine came is kept"
 
 
 def test_machine_that_stands_still_at_the_end_is_waited_for_and_its_ranks_finish(launchers: Launchers) -> None:

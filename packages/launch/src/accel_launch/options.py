@@ -50,8 +50,8 @@ class LaunchOptions:
             machine.
         tee: output that goes to files in --log-dir and to the console: 0 nothing, 1 standard output,
             2 errors, 3 both. "0:3,1:2" sets it for processes 0 and 1 of this machine.
-        local_ranks_filter: numbers of the processes of this machine that print to the console.
-            None: all.
+        local_ranks_filter: numbers of the processes of this machine that print to the console. The
+            errors of one that fails are shown in any case. None: all.
         log_line_prefix_template: text before each console line of a process that --tee names. It may
             contain ${rank}, ${local_rank} and ${role_name}.
         role: word before the number of a process in console lines that --tee shows, as in "[rank0]:".

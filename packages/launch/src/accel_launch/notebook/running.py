@@ -17,7 +17,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import closing, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -29,6 +29,7 @@ from accel_launch.errors import LaunchError, RankFailedError
 from accel_launch.notebook import channel, rank
 from accel_launch.notebook.function_pickle import Told, cells, unpacked
 from accel_launch.notebook.output import Output, is_replaced
+from accel_launch.starting.logs import Logs
 from accel_launch.starting.program import Program
 from accel_launch.starting.signals import Ended, Signals
 from accel_launch.starting.supervision import supervise
@@ -70,8 +71,8 @@ def run(call: str, plan: Plan, work: bytes, variables: Mapping[str, str], prefix
 def _supervise(call: str, plan: Plan, program: Program) -> list[Failure] | None:
     """Starts the ranks and waits; returns the failures of a failed run here, the first in front."""
     try:
-        with Signals() as signals:
-            ended = supervise(plan, program, os.environ, signals, stays=True)
+        with Signals() as signals, closing(Logs(plan.launch, plan.here)) as logs:
+            ended = supervise(plan, program, os.environ, signals, logs, stays=True)
     except Ended:
         told = signals.received
     except SignalException as error:

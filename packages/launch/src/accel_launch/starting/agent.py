@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.elastic.agent.server import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
-from accel_launch.starting.failures import Failure, find_failures, listed
+from accel_launch.starting.failures import Failure, find_failures, listed, unseen_errors
 from accel_launch.starting.machines import Machines
 from accel_launch.starting.ranks import CAN_LOOK, Ranks
 
@@ -85,10 +85,12 @@ class HostAgent(LocalElasticAgent):
         self.failures = find_failures(self.ranks, local_ranks, files)
         if self._attempts <= self._restarts and self.failures:
             first = self.failures[0]
-            say(
+            line = (
                 f"accel launch: rank {first.rank} failed (process {first.pid}): {first.how()}. All are started again: "
                 f"{listed(list(self.ranks.pids))}, restart {self._attempts} of {self._restarts}."
             )
+            unseen = self._logs.unseen(first.local_rank)
+            say("\n".join([line, *unseen_errors(first, unseen, is_kept=self._logs.kept)]))
 
     def _exit_barrier(self) -> None:
         handler = self._worker_group.spec.rdzv_handler

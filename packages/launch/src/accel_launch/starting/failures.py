@@ -6,6 +6,7 @@ import itertools
 import json
 import signal
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,14 +104,23 @@ def summary(failures: Sequence[Failure], ranks: Ranks, scene: Scene) -> str:
         else ""
     )
     lines = [f"accel launch: {halted}rank {first.rank} failed first{scene.among} ({place}): {first.how()}"]
-    if scene.unseen is not None:
-        lines.append(f"  its errors, which were not shown ({scene.unseen}):")
-        lines += [f"  | {line}" for line in _last_lines(scene.unseen, first)]
+    lines += unseen_errors(first, scene.unseen, is_kept=scene.logs is not None)
     lines += [f"  rank {each.rank} failed then: {each.how()}" for each in failures[1:]]
     lines += [f"  {line}" for line in _others(ranks, {failure.rank for failure in failures})]
     if scene.logs is not None:
         lines.append(f"  output of all ranks: {scene.logs}")
     return "\n".join([*lines, f"  {scene.advice}"])
+
+
+def unseen_errors(failure: Failure, file: Path | None, *, is_kept: bool) -> list[str]:
+    """The last lines of a rank's errors, of which `file` has all; none if the console has shown them."""
+    if file is None:
+        return []
+    where = f" ({file})" if is_kept else ""
+    return [
+        f"  its errors, which were not shown{where}:",
+        *(f"  | {line}" for line in _last_lines(file, failure)),
+    ]
 
 
 def signal_name(number: int) -> str:
@@ -148,10 +158,11 @@ def _others(ranks: Ranks, failed: set[int]) -> list[str]:
 
 def _last_lines(path: Path, failure: Failure) -> list[str]:
     try:
-        lines = path.read_text(errors="replace").splitlines()
+        with path.open(errors="replace") as stream:
+            lines = [line.rstrip("\n") for line in deque(stream, LINES)]
     except OSError as error:
         lines = [f"(cannot be read: {error.strerror})"]
-    return (lines or failure.traceback.splitlines())[-LINES:] or ["(nothing)"]
+    return lines or failure.traceback.splitlines()[-LINES:] or ["(nothing)"]
 
 
 def _read(path: Path) -> dict[str, Any]:

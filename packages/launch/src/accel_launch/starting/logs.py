@@ -14,12 +14,14 @@ if TYPE_CHECKING:
     from accel_launch.options import LaunchOptions
 
 _PREFIX = "accel-launch-"
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
 class Logs(DefaultLogsSpecs):
     """The destinations of this machine's output; torch's agent calls `reify` before each start.
 
-    `folder` has the files. If not `kept` for the user, only error files; `close` removes it.
+    `folder` has the files. If it is not `kept` for the user, these are error files and the errors of
+    ranks that the console does not show, for the summary; `close` removes it.
     """
 
     def __init__(self, launch: LaunchOptions, processes: int) -> None:
@@ -33,13 +35,19 @@ class Logs(DefaultLogsSpecs):
             for name in ("redirects", "tee")
         )
         shown = set(range(processes) if launch.local_ranks_filter is None else launch.local_ranks_filter)
+        redirects |= {rank: redirects[rank] | Std.ERR for rank in set(redirects) - shown}
         self._teed = {rank for rank in shown if tee.get(rank, Std.NONE) & Std.ERR}
-        self._destination = LogsDest()
+        self._destination, self._starts = LogsDest(), 0
         super().__init__(str(self.folder), redirects, tee, shown)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """See base class."""
-        self._destination = super().reify(envs)
+        # Torch empties the folder of a number that comes again, and does not count what starts again for another machine.
+        own = {rank: {**each, "TORCHELASTIC_RESTART_COUNT": str(self._starts)} for rank, each in envs.items()}
+        self._destination = super().reify(own)
+        self._starts += 1
+        for rank, each in envs.items():
+            each[_ERROR_FILE] = own[rank][_ERROR_FILE]
         return self._destination
 
     def error_file(self, local_rank: int) -> Path:

@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -48,7 +48,6 @@ class Supervised:
 
     result: RunResult | None  # what torch's agent says; None: the run had ended before this machine could take part
     agent: HostAgent  # knows the ranks
-    logs: Logs  # knows where their output is
 
     @property
     def has_failed(self) -> bool:
@@ -65,24 +64,27 @@ class Supervised:
 def run_and_report(plan: Plan, program: Program, environment: Mapping[str, str], signals: Signals) -> int:
     """Starts the ranks here, looks after them, says who failed; returns the exit status."""
     assert plan.meeting is not None, "plans with an agent have one"
-    try:
-        run = supervise(plan, program, environment, signals)
-    except SignalException as told:
-        return 128 + told.sigval
-    except (RendezvousError, dist.DistError) as error:
-        say(_not_met(plan, plan.meeting, error))
-        return 1
-    if run.result is None:
-        say(f"accel launch: the run that met {plan.meeting} has ended already, and this machine took no part in it.")
-        return 1
-    if run.has_failed:
-        return _report(plan, run)
-    return 128 + run.agent.stop_signal if run.agent.stop_signal else 0
+    with closing(Logs(plan.launch, plan.here)) as logs:
+        try:
+            run = supervise(plan, program, environment, signals, logs)
+        except SignalException as told:
+            return 128 + told.sigval
+        except (RendezvousError, dist.DistError) as error:
+            say(_not_met(plan, plan.meeting, error))
+            return 1
+        if run.result is None:
+            say(
+                f"accel launch: the run that met {plan.meeting} has ended already, and this machine took no part in it."
+            )
+            return 1
+        if run.has_failed:
+            return _report(plan, run, logs)
+        return 128 + run.agent.stop_signal if run.agent.stop_signal else 0
 
 
-def _report(plan: Plan, run: Supervised) -> int:
+def _report(plan: Plan, run: Supervised, logs: Logs) -> int:
     """Says who failed, and returns the exit status."""
-    failures, logs = run.failures, run.logs
+    failures = run.failures
     if not failures:
         say(
             "accel launch: torch's agent has ended the run, for what it says above; no rank of this machine had failed."
@@ -118,7 +120,7 @@ def _not_met(plan: Plan, meeting: MeetingPoint, error: BaseException) -> str:
 
 
 def supervise(
-    plan: Plan, program: Program, environment: Mapping[str, str], signals: Signals, *, stays: bool = False
+    plan: Plan, program: Program, environment: Mapping[str, str], signals: Signals, logs: Logs, *, stays: bool = False
 ) -> Supervised:
     """Starts the ranks of this machine, and looks after them until the run has ended.
 
@@ -134,15 +136,13 @@ def supervise(
         stack.enter_context(_without_repetition(environment))
         groups = program.kind == "program"  # a shell, say, which passes no signal on to what it has started
         guard = stack.enter_context(Guard(launch.shutdown_timeout, groups))
-        logs = Logs(launch, plan.here)
-        stack.callback(logs.close)
         if logs.kept and not stays:
             say(f"accel launch: the ranks' output is written to files under {logs.folder}")
         signals.interrupt = lambda number: SignalException(f"{number.name} was sent", sigval=number)
         spec = _spec(plan, program, plan.meeting)
         patience, prefix = launch.shutdown_timeout, launch.log_line_prefix_template
         agent = HostAgent(spec, logs, signals, guard, patience, prefix, groups)
-        return Supervised(_run(agent, spec.rdzv_handler, patience, stays), agent, logs)
+        return Supervised(_run(agent, spec.rdzv_handler, patience, stays), agent)
 
 
 def _spec(plan: Plan, program: Program, meeting: MeetingPoint) -> WorkerSpec:
