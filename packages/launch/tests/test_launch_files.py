@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 
 import pytest
@@ -119,18 +120,23 @@ def test_many_unknown_keys_are_refused_without_looking_for_what_each_may_have_me
     assert time.perf_counter() - began < 10
 
 
-def test_only_regular_files_of_a_bounded_size_are_read(path):
-    os.mkfifo(path)
-    with pytest.raises(SettingsError, match=r"config\.yaml cannot be read: it is no regular file"):
-        read(path)
-    path.unlink()
+def test_a_pipe_is_read_as_shells_give_it(home):
+    reading, writing = os.pipe()
+    with open(reading), open(writing, "w") as stream:
+        stream.write("num_processes: 2\n")
+        stream.flush()
+        threading.Timer(0.2, stream.close).start()
+        assert load(f"/dev/fd/{reading}", home).data == {"num_processes": 2}
+
+
+def test_what_does_not_end_is_refused(path):
     path.symlink_to("/dev/zero")
-    with pytest.raises(SettingsError, match="it is no regular file"):
+    with pytest.raises(SettingsError, match="cannot be read: it has more than 1048576 characters"):
         read(path)
     path.unlink()
     with open(path, "wb") as stream:
         stream.truncate(1 << 34)
-    with pytest.raises(SettingsError, match="it is no regular file of at most 1048576 bytes"):
+    with pytest.raises(SettingsError, match="it has more than 1048576 characters"):
         read(path)
     path.unlink()
     path.mkdir()

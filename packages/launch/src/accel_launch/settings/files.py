@@ -21,7 +21,7 @@ from accel_launch.errors import SettingsError
 from accel_launch.importing.places import is_of_peer, peer_paths
 
 _FILE_VARIABLE = variable_of("config_file")
-_MOST, _LARGEST = 100_000, 1 << 20  # values in a file, where aliases count as what they stand for; and bytes of it
+_MOST, _LARGEST = 100_000, 1 << 20  # values in a file, where aliases count as what they stand for; and characters of it
 Positions = dict[tuple[str, ...], int]
 
 
@@ -137,10 +137,12 @@ def write(path: Path, data: Mapping[str, Any], comments: Mapping[str, str], *, a
 
 
 def _text(path: Path) -> str:
-    """The text of a regular file of limited size; raises for others, which may block or not end."""
-    if not path.is_file() or path.stat().st_size > _LARGEST:
-        raise OSError(f"it is no regular file of at most {_LARGEST} bytes")
-    return path.read_text(encoding="utf-8-sig")
+    """The text of a file or a pipe; raises for what is longer than a configuration, or does not end."""
+    with path.open(encoding="utf-8-sig") as stream:
+        text = stream.read(_LARGEST + 1)
+    if len(text) > _LARGEST:
+        raise OSError(f"it has more than {_LARGEST} characters")
+    return text
 
 
 def _read_either(path: Path) -> ConfigFile:
