@@ -266,3 +266,10 @@ def test_what_the_output_cannot_express_is_written_in_other_ways(monkeypatch, tm
         monkeypatch.setattr(sys, "stdout", file)
         output.say(f"{output.mark(output.GOOD)} é")
     assert (tmp_path / "out.txt").read_text() == "ok \\xe9\n"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="there is no sh")
+def test_a_closed_standard_output_is_an_empty_one():
+    command = ["sh", "-c", '"$0" -m accel_launch --version >&-', sys.executable]
+    closed = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (closed.returncode, closed.stderr) == (0, "")

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
+import sys
 
 
 def main() -> int:
     """Runs one command with the arguments of this process, and returns the exit status."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by who has started this process
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  (until the end)
     # Importing torch makes half a million objects, none of them garbage. Looking through them again and again takes a tenth of the
     # time until a script has started.
     gc.set_threshold(100_000)
