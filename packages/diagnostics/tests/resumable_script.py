@@ -36,14 +36,19 @@ def main():
     set_seed(os.getpid() if fault == "unseeded" else 1)
     project = ProjectConfiguration(options.save, automatic_checkpoint_naming=True)
     accelerator = Accelerator(split_batches=True, project_config=project)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+    norm = [torch.nn.BatchNorm1d(8)] if fault == "batch norm" else []
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), *norm, torch.nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
     data = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(3))
-    loader = DataLoader(data, 4, shuffle=True)
+    noise = torch.Generator().manual_seed(5)
+    augment = (lambda rows: torch.stack(rows) + torch.randn(4, generator=noise)) if fault == "augmentation" else None
+    loader = DataLoader(data, 4, shuffle=True, collate_fn=augment)
     counter = Counter()
-    model, optimizer = accelerator.prepare(model, optimizer)
-    if fault != "scheduler":
+    model = accelerator.prepare(model)
+    if fault != "optimizer":
+        optimizer = accelerator.prepare(optimizer)
+    if fault not in {"scheduler", "optimizer"}:
         scheduler = accelerator.prepare(scheduler)
     if fault not in {"order", "weights only"}:
         loader = accelerator.prepare(loader)
@@ -54,6 +59,8 @@ def main():
         raise RuntimeError("the folder is of another run")
     elif options.resume and fault != "fresh":
         accelerator.load_state()
+    if fault == "late schedule":
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     began = time.perf_counter()
     while counter.step < STEPS:
         for batch in loader:

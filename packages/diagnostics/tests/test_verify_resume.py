@@ -51,6 +51,46 @@ def test_a_scheduler_that_is_not_saved_is_named(capsys):
     assert states(found)["samples"] == "equal"
 
 
+@pytest.mark.parametrize(
+    ("fault", "first", "advice"),
+    [
+        (
+            "optimizer",
+            "optimizer\n  unprepared optimizer.0",
+            "made this optimizer and did not prepare it.\nIts state was not",
+        ),
+        (
+            "late schedule",
+            "optimizer\n  optimizer.0['groups'][0]['lr']",
+            "by a scheduler that is made or by a learning rate",
+        ),
+        (
+            "augmentation",
+            "samples\n  what the model saw",
+            "the dataset draws random numbers, as for augmentation, in workers",
+        ),
+    ],
+)
+def test_the_advice_is_about_what_differs(capsys, fault, first, advice):
+    assert main(["--resume-arguments=--resume", SCRIPT, "--save", "{folder}", "--fault", fault]) == DIFFERS
+    told = capsys.readouterr().out
+    assert f"First difference in step 5 on rank 0: {first}" in told
+    assert advice in told
+
+
+def test_statistics_of_batches_that_ddp_replaces_by_those_of_rank_0_are_no_difference(capsys):
+    assert verify(capsys, "--processes", "2", fault="batch norm")[0] == EXACT
+
+
+def test_statistics_that_each_rank_keeps_for_itself_are_a_difference(capsys, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_DDP__BROADCAST_BUFFERS", "no")
+    given = ["--processes", "2", "--resume-arguments=--resume", SCRIPT, "--save", "{folder}", "--fault", "batch norm"]
+    assert main(given) == DIFFERS
+    told = capsys.readouterr().out
+    assert "First difference in step 5 on rank 1: weights\n  model.0/1.running_mean" in told
+    assert "Of buffers that is what rank 0 had: torch.nn.SyncBatchNorm keeps them equal." in told
+
+
 def test_a_run_resumed_in_a_smaller_world_is_the_same_but_for_rounding(capsys):
     status, found = verify(capsys, "--processes", "2", "--resume-processes", "1")
     assert status == EXACT

@@ -12,7 +12,7 @@ import torch
 from accel_diagnostics.resume import trial
 from accel_diagnostics.resume.command import NO_ANSWER, main
 from accel_diagnostics.resume.comparison import compare
-from accel_diagnostics.resume.digests import digest_state
+from accel_diagnostics.resume.digests import Unprepared, digest_state
 from accel_diagnostics.resume.journal import RankJournal, Step, Writer, read
 from accel_diagnostics.resume.launching import Run, Script
 from accel_diagnostics.resume.other_world import compare_worlds
@@ -276,9 +276,9 @@ def test_the_digest_of_a_state_changes_with_one_element():
     accelerator.backward(model(torch.ones(1, 2)).sum())
     optimizer.step()
     run, _ = run_and_feed(accelerator)
-    before = digest_state(run, [])
-    assert before == digest_state(run, [])
+    before = digest_state(run, Unprepared([], []))
+    assert before == digest_state(run, Unprepared([], []))
     with torch.no_grad():
         optimizer.state[model.weight]["exp_avg"][0, 1] += 1e-7
-    after = digest_state(run, [])
+    after = digest_state(run, Unprepared([], []))
     assert [name for name in before if before[name] != after[name]] == ["optimizer.0/0.weight/exp_avg"]

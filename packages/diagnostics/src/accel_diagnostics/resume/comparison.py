@@ -30,10 +30,13 @@ _OF_KIND = {
     "model": "weights",
     "optimizer": "optimizer",
     "scheduler": "scheduler",
-    UNPREPARED: "scheduler",
+    **{name: part for part, name in UNPREPARED.items()},
     "object": "registered objects",
     "random": "random streams",
 }
+SAW = "what the model saw of"
+"""The beginning of the name of a difference between samples of the same ids."""
+
 _ENOUGH = 100_000  # differences after which it is clear that all is different
 
 State = Literal["equal", "close", "differs", "not compared"]
@@ -138,7 +141,7 @@ def _of_step(mine: Step, other: Step, step: int, rank: int, ignored: frozenset[s
         if ids != seen:
             yield Difference("samples", step, rank, f"micro-batch {number + 1}", ids, seen)
         elif mine.rows[number] != other.rows[number]:
-            what = f"what the model saw of micro-batch {number + 1}"
+            what = f"{SAW} micro-batch {number + 1}"
             yield Difference("samples", step, rank, what, mine.rows[number], other.rows[number])
     for number, (loss, its) in enumerate(zip(mine.losses, other.losses, strict=False)):
         if repr(loss) != repr(its):  # which are equal for nan, and for equal bits alone

@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import hashlib
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from accel_core.api.checkpoint import has_state, memory_of
@@ -15,9 +16,9 @@ from accel_core.api.component import capture_random_state, children_of
 from accel_core.api.layouts import Alias, Entry, Opaque
 
 if TYPE_CHECKING:
-    from accel_core.api.checkpoint import Run
+    from accel_core.api.checkpoint import PreparedModel, Run
 
-UNPREPARED = "unprepared scheduler"
+UNPREPARED = {"scheduler": "unprepared scheduler", "optimizer": "unprepared optimizer"}
 _LONGEST = 40  # characters of a value that is shown as it is
 _PLAIN = (str, int, float, bool, type(None))
 
@@ -35,12 +36,14 @@ def bits(tensor: torch.Tensor) -> bytes:
     return plain.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def digest_state(run: Run, schedulers: list[LRScheduler]) -> dict[str, str]:
-    """All that the next step depends on, but the loaders; `schedulers` are those not prepared."""
+def digest_state(run: Run, unprepared: Unprepared) -> dict[str, str]:
+    """All that the next step depends on, but the loaders."""
     found = dict(_leaves("random", capture_random_state(run.world.device)))
-    for number in range(len(run.models())):
+    for number, record in enumerate(run.models()):
+        replaced = _replaced_buffers(run, record)
         for name, entry in run.model_state(number).items():
-            found.update(_entry(f"model.{number}/{name}", entry))
+            if name not in replaced:
+                found.update(_entry(f"model.{number}/{name}", entry))
     for number, state in enumerate(run.optimizer_states()):
         unit = f"optimizer.{number}"
         for name, entry in state.entries.items():
@@ -50,7 +53,8 @@ def digest_state(run: Run, schedulers: list[LRScheduler]) -> dict[str, str]:
     kinds: list[tuple[str, list[Any]]] = [
         ("scheduler", run.prepared.schedulers),
         ("object", run.registered),
-        (UNPREPARED, list(schedulers)),
+        (UNPREPARED["optimizer"], unprepared.optimizers),
+        (UNPREPARED["scheduler"], unprepared.schedulers),
     ]
     units = {f"{kind}.{number}": each for kind, several in kinds for number, each in enumerate(several)}
     for name, each in {**units, **run.components}.items():
@@ -59,11 +63,41 @@ def digest_state(run: Run, schedulers: list[LRScheduler]) -> dict[str, str]:
     return found
 
 
-def find_unprepared_schedulers(run: Run) -> list[LRScheduler]:
-    """Schedulers of prepared optimizers that the script keeps to itself, in no certain order."""
-    prepared, optimizers = set(map(id, run.prepared.schedulers)), set(map(id, run.prepared.optimizers))
-    every = (each for each in gc.get_objects() if issubclass(type(each), LRScheduler))
-    return [each for each in every if id(getattr(each, "optimizer", None)) in optimizers and id(each) not in prepared]
+class Unprepared(NamedTuple):
+    """Optimizers of prepared models, and schedulers of any, that the script keeps to itself."""
+
+    optimizers: list[Optimizer]
+    schedulers: list[LRScheduler]
+
+
+def find_unprepared(run: Run) -> Unprepared:
+    """What the script did not prepare, in no certain order."""
+    known = {id(each) for each in (*run.prepared.optimizers, *run.prepared.schedulers)}
+    trained = run.names()
+    made = [each for each in gc.get_objects() if issubclass(type(each), (Optimizer, LRScheduler))]
+    optimizers = [
+        each
+        for each in made
+        if isinstance(each, Optimizer)
+        and id(each) not in known
+        and any(id(parameter) in trained for group in each.param_groups for parameter in group["params"])
+    ]
+    all_optimizers = set(map(id, (*run.prepared.optimizers, *optimizers)))
+    schedulers = [
+        each
+        for each in made
+        if isinstance(each, LRScheduler)
+        and id(each) not in known
+        and id(getattr(each, "optimizer", None)) in all_optimizers
+    ]
+    return Unprepared(optimizers, schedulers)
+
+
+def _replaced_buffers(run: Run, record: PreparedModel) -> set[str]:
+    """The names of buffers that DDP replaces by those of rank 0 in the next forward that synchronises."""
+    if run.world.rank == 0 or not getattr(record.prepared, "broadcast_buffers", False):
+        return set()
+    return {name for name, _ in record.original.named_buffers(remove_duplicate=False)}
 
 
 def _entry(name: str, entry: Entry) -> Iterator[tuple[str, str]]:

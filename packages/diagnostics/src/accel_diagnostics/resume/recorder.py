@@ -22,12 +22,11 @@ from accel_core.api.checkpoint import find_default
 from accel_core.api.component import flatten, override_class
 from accel_diagnostics.batch_tracking import CountingFeed, Window
 from accel_diagnostics.findings import sample_ids
-from accel_diagnostics.resume.digests import bits, digest_state, find_unprepared_schedulers, hashed
+from accel_diagnostics.resume.digests import Unprepared, bits, digest_state, find_unprepared, hashed
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
-    from torch.optim.lr_scheduler import LRScheduler
 
     from accel_core import Feed
     from accel_core.api.checkpoint import Run
@@ -45,7 +44,7 @@ class Recorder:
         self._rows: list[str] = []
         self._loss = 0.0
         self._noted = False  # whether the state before the present window is written
-        self._schedulers: list[LRScheduler] | None = None
+        self._unprepared: Unprepared | None = None
         self._window: Window | None = None
         self._ended = False
         self._install()
@@ -140,8 +139,8 @@ class Recorder:
         if self._noted:
             return
         self._noted = True
-        if self._schedulers is None:
-            self._schedulers = find_unprepared_schedulers(self._run)
+        if self._unprepared is None:
+            self._unprepared = find_unprepared(self._run)
         if self._steps == self._kill_at:
             self._journal.write("killed")
             os.kill(os.getpid(), signal.SIGKILL)
@@ -152,7 +151,7 @@ class Recorder:
         self._noted = False
 
     def _digest(self) -> dict[str, str]:
-        return digest_state(self._run, self._schedulers or [])
+        return digest_state(self._run, self._unprepared or Unprepared([], []))
 
     def _ids(self, used: Any) -> list[Any] | None:
         """The samples of a micro-batch but for filling; None if a loader does not say."""

@@ -6,8 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from accel_core.api.checkpoint import format_table
-from accel_diagnostics.resume.comparison import Difference, place
-from accel_diagnostics.resume.digests import UNPREPARED
+from accel_diagnostics.resume.comparison import SAW, Difference, place
 
 if TYPE_CHECKING:
     from accel_diagnostics.resume.launching import Run
@@ -18,7 +17,7 @@ _SHOWN = 160  # characters of a value
 _ADVICE = {
     "steps": "Let the loop count its steps from what was loaded: register the counter with accelerator.register_for_checkpointing(counter).",
     "weights": "Load them before the first step, and after prepare(): accelerator.load_state() restores all that save_state() saved.",
-    "optimizer": "Its state was not saved, not loaded, or changed after loading. accelerator.save_state() saves prepared optimizers.",
+    "optimizer": "Its state was not saved, or not loaded: pass it to prepare(), and call accelerator.load_state() after that.",
     "scheduler": "It was not saved, or not loaded: pass it to prepare(), or to accelerator.register_for_checkpointing(scheduler).",
     "registered objects": "See what its state_dict() leaves out, and whether the script changes it after load_state().",
     "components": "See what its state_dict() leaves out.",
@@ -92,9 +91,25 @@ def _first(first: Difference) -> list[str]:
         f"  {about}{_short(first.found)}",
         f"  uninterrupted: {_short(first.expected)}",
     ]
-    if first.name.startswith(UNPREPARED):
-        lines.append("  The script made this scheduler and did not prepare it.")
-    return [*lines, _ADVICE[first.part]]
+    if first.name.startswith("unprepared"):
+        lines.append(f"  The script made this {first.part} and did not prepare it.")
+    return [*lines, _advice(first)]
+
+
+def _advice(first: Difference) -> str:
+    if first.part == "optimizer" and "groups']" in first.name:
+        return (
+            "It was changed after accelerator.load_state(), by a scheduler that is made or by a learning rate that is set then. Make "
+            "schedulers before load_state(), and pass them to prepare()."
+        )
+    if first.part == "samples" and first.name.startswith(SAW):
+        return (
+            "The samples are the same, and what was made of them is not: the dataset draws random numbers, as for augmentation, in workers "
+            "of the loader or from a generator of its own, which no checkpoint has. Seed a generator from the epoch and the sample's index."
+        )
+    if first.part == "weights" and first.rank:
+        return f"{_ADVICE['weights']} Of buffers that is what rank 0 had: torch.nn.SyncBatchNorm keeps them equal."
+    return _ADVICE[first.part]
 
 
 def _short(value: object) -> str:
