@@ -264,7 +264,7 @@ def test_checkpoints_dropout_and_running_statistics_together(options: dict[str, 
     accelerator.unwrap_model(model).layers[0].register_forward_hook(lambda *_: hooked.append(1))
     finding = raised(lambda: [accelerator.backward(model(x).mean()) for (x,) in loader])
     assert (finding.kind, finding.module, finding.offending) == ("output", "layers.1.last", (BAD,))
-    assert len(hooked) == 4 + 1
+    assert len(hooked) == 4 + 2  # repeated once, and once without the minus infinity of the logarithm
 
 
 def test_a_model_that_has_to_be_compiled_in_one_piece_is() -> None:

@@ -166,6 +166,73 @@ def test_a_mask_that_leaves_nothing_is_shown_with_the_module_that_makes_a_nan_of
     assert "the first NaN is in the output of module 'layers.1'" in str(error)
 
 
+class Scored(nn.Module):
+    """A mask that a softmax absorbs, before a logarithm of the same numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask = Filled(0.1)
+        self.log = LogOf()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mask(x).softmax(dim=1) + self.log(x)
+
+
+class ScoredByItself(Scored):
+    """The same, with the logarithm in its own forward, and seen where it calls a module."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mask(x).softmax(dim=1) + self.log(x.log().exp())
+
+
+@pytest.mark.parametrize("value, weight", [(-1.0, 1.0), (0.0, 1.0), (0.0, -1.0)])
+def test_a_mask_is_not_blamed_for_what_comes_after_it(value: float, weight: float) -> None:
+    """The logarithm of 0 reaches the output of the model as minus or plus infinity."""
+    model = Layers(Scored())
+    nn.init.constant_(model.head.weight, weight)
+    assert place(found(train(model, data((11, value))))) == ("output", "layers.0.log", 5, 0, (11,))
+
+
+def test_a_mask_is_not_blamed_for_what_a_forward_makes_by_itself_after_it() -> None:
+    finding = found(train(Layers(ScoredByItself()), data((11, -1.0))))
+    assert finding.module == "layers.0"
+    assert finding.note.startswith("made in its own forward before it calls 'layers.0.log'")
+
+
+class Weighted(nn.Module):
+    """Takes a mask with minus infinity, and makes a logarithm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = Masked()
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(x, mask)
+        return result
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.scale * (x + mask).softmax(dim=1) + x.log()
+
+
+@pytest.mark.parametrize("hidden, value, kind", [(1, -1.0, "output"), (3, 1.0, "input")])
+def test_a_mask_in_the_inputs_is_blamed_only_if_it_hides_all(hidden: int, value: float, kind: str) -> None:
+    accelerator, _ = detecting()
+    model = accelerator.prepare(Weighted())
+    x, mask = torch.tensor([[1.0, 2.0, value]]), torch.zeros(1, 3)
+    mask[:, :hidden] = -torch.inf
+    with pytest.raises(NonFiniteError) as raised:
+        accelerator.backward(model(x, mask).sum())
+    finding = raised.value.first
+    assert (finding.kind, finding.module) == (kind, "head")
+    assert finding.name == ("argument 1" if kind == "input" else "output")
+
+
 def test_a_weight_that_is_not_finite_is_named() -> None:
     def spoil(model: nn.Module, step: int) -> None:
         if step == 3:

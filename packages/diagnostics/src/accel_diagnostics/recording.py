@@ -209,7 +209,7 @@ class Buffers:
 def floating(value: Any, name: str = "") -> Iterator[Named]:
     """Floating and complex tensors inside a value, each with its place; enters dataclasses."""
     if isinstance(value, torch.Tensor):
-        if _can_be_looked_at(value):
+        if can_be_looked_at(value):
             yield name, value
     elif isinstance(value, Mapping):
         for key, child in value.items():
@@ -223,7 +223,7 @@ def floating(value: Any, name: str = "") -> Iterator[Named]:
             yield from floating(getattr(value, each.name), f"{name}.{each.name}")
 
 
-def _can_be_looked_at(tensor: torch.Tensor) -> bool:
+def can_be_looked_at(tensor: torch.Tensor) -> bool:
     """Whether torch can tell that its values are finite: not of sparse, nested or 8-bit ones."""
     has_kind = tensor.is_complex() or (tensor.is_floating_point() and tensor.dtype.itemsize > 1)
     return has_kind and tensor.layout is torch.strided and not tensor.is_nested

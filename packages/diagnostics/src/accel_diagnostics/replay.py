@@ -24,7 +24,7 @@ from accel_core.api.diagnostics import map_leaves
 from accel_diagnostics.findings import Finding, Kind, sample_ids
 from accel_diagnostics.no_collectives import Alone
 from accel_diagnostics.recording import Buffers, Forward, Named, Streams, autocast_of, versions_of
-from accel_diagnostics.tracing import Call, Suspect, Trace, is_dirty, is_finite, stand_ins
+from accel_diagnostics.tracing import INPUTS, Call, Trace, is_dirty, is_finite, stand_ins, without_mask
 
 
 @dataclass(frozen=True)
@@ -78,23 +78,21 @@ class Replay:
         ended = self._forwards(turn)
         for record in ended:
             with _repeated(record, aliases=False) as trace:
-                suspect = trace.first()
-                dirty = trace.root.dirty if trace.root else None
+                pass
             if any(not is_finite(tensor) for _, tensor in trace.outputs):
-                return self._of_forward(record, turn, trace, suspect, dirty)
+                return self._of_forward(record, turn, _without_masks(record, trace))
         if all(bool(record.finite) for record in ended):
             note = "" if ended else "No forward of a prepared model in training mode came before it. "
             return self._finding("loss", turn, ended[-1] if ended else None, None, note=note)
         return None
 
-    def _of_forward(
-        self, record: Forward, turn: int, trace: Trace, suspect: Suspect | None, dirty: Named | None
-    ) -> Finding:
+    def _of_forward(self, record: Forward, turn: int, trace: Trace) -> Finding:
+        suspect = trace.first()
         call = suspect.call if suspect is not None else trace.root
         assert call is not None
         masked = next(((name, tensor) for name, tensor in call.inputs if not is_finite(tensor)), None)
         given = [] if trace.root is None else trace.root.inputs
-        bad_input = dirty if suspect is None else None
+        bad_input = trace.root.dirty if suspect is None and trace.root is not None else None
         if masked is not None and bad_input is None:
             bad_input = next((each for each in given if not is_finite(each[1])), None)
         if bad_input is not None:
@@ -170,15 +168,29 @@ class Replay:
         return replace(finding, nan=counts[0], inf=counts[1], values=counts[2], rows=found)
 
 
+def _without_masks(record: Forward, trace: Trace) -> Trace:
+    """The trace in which nothing is suspected without which the outputs are broken as before: a mask."""
+    dirty = any(is_dirty(tensor) for _, tensor in trace.outputs)
+    while (place := trace.mask()) is not None:
+        with _repeated(record, aliases=False, masks=trace.masks | {place}) as again:
+            pass
+        if again.broken(dirty=dirty) < trace.broken(dirty=dirty):
+            break
+        trace = again
+    return trace
+
+
 @contextmanager
-def _repeated(record: Forward, aliases: bool) -> Iterator[Trace]:
-    """Runs a forward again, as it was; inside, its graph can be run backwards."""
-    trace = Trace(record.model, aliases)
+def _repeated(record: Forward, aliases: bool, masks: frozenset[int] = frozenset()) -> Iterator[Trace]:
+    """Runs a forward again, as it was but for `masks`; inside, its graph can be run backwards."""
+    trace = Trace(record.model, aliases, masks)
     streams, buffers = Streams.take(record.streams.place), Buffers(record.model)
     try:
         record.streams.restore()
         record.buffers.restore(record.model)
         args, kwargs = map_leaves(_leaf, record.args), map_leaves(_leaf, record.kwargs)
+        if INPUTS in masks:
+            args, kwargs = map_leaves(without_mask, args), map_leaves(without_mask, kwargs)
         with ExitStack() as stack:
             if aliases:
                 stack.enter_context(stand_ins(record.model))

@@ -2,7 +2,8 @@
 
 In the forward, the first module whose output is not finite although its inputs are is suspected,
 unless what it made is absorbed later: an infinite score that a softmax turns into 0 is no fault.
-Negative infinity in an input is taken for a mask, as long as another place is suspected.
+Negative infinity may be a mask. A forward is repeated without that of one place (`masks`): if the
+outputs are broken as before, it was one, and the next place is suspected.
 
 In the backward, every call of a module has an alias of its inputs, so that the gradient that this
 very call gives can be told from what other uses of the same tensor give. Autograd runs from later
@@ -20,7 +21,10 @@ import torch
 from torch import nn
 
 from accel_core.api.diagnostics import map_leaves
-from accel_diagnostics.recording import Named, floating
+from accel_diagnostics.recording import Named, can_be_looked_at, floating
+
+INPUTS = 0
+"""The place of the model's inputs among `masks`; calls are numbered from 1."""
 
 
 @dataclass
@@ -32,6 +36,7 @@ class Call:
     inputs: list[Named]  # its floating tensors
     parent: Call | None  # inside of which it stands
     suspects: int  # how many places were suspected when it began
+    number: int = 0  # in the order of calls, from 1
     dirty: Named | None = None  # the first of its inputs that holds a NaN or a positive infinity
 
 
@@ -48,12 +53,15 @@ class Suspect:
 class Trace:
     """The observations of one repeated forward and its backward.
 
-    With `aliases`, calls get aliases of their inputs, and gradients are looked at.
+    With `aliases`, calls get aliases of their inputs, and gradients are looked at. `masks` are numbers
+    of calls whose outputs have no negative infinity this time.
     """
 
-    def __init__(self, model: nn.Module, aliases: bool) -> None:
+    def __init__(self, model: nn.Module, aliases: bool, masks: frozenset[int] = frozenset()) -> None:
         self._model = model
         self._aliases = aliases
+        self.masks = masks
+        self._calls = 0
         self._stack: list[Call] = []
         self._cleared: list[Suspect] = []
         self._backward = False
@@ -81,6 +89,20 @@ class Trace:
             return self._cleared[0]
         return None
 
+    def mask(self) -> int | None:
+        """What may be a mask, and is suspected before anything else: `INPUTS` or the number of a call."""
+        given = [] if self.root is None else [tensor for _, tensor in self.root.inputs]
+        if INPUTS not in self.masks and any(map(_is_masked, given)):
+            return INPUTS
+        suspect = self.suspects[0] if self.suspects else None
+        if suspect is None or suspect.call.number in self.masks or any(map(is_dirty, suspect.tensors)):
+            return None
+        return suspect.call.number
+
+    def broken(self, *, dirty: bool) -> int:
+        """How many values of the outputs are not finite; with `dirty`, minus infinity does not count."""
+        return sum(int((dirty_values(each) if dirty else ~torch.isfinite(each)).sum()) for _, each in self.outputs)
+
     def run_backward(self, gradients: dict[int, torch.Tensor]) -> None:
         """The backward, from the gradients that arrived at the outputs, by their number.
 
@@ -102,7 +124,8 @@ class Trace:
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             inputs = list(named_inputs(args, kwargs))
             parent = self._stack[-1] if self._stack else None
-            call = Call(path, module, inputs, parent, len(self.suspects))
+            self._calls += 1
+            call = Call(path, module, inputs, parent, len(self.suspects), self._calls)
             call.dirty = next(((name, tensor) for name, tensor in inputs if is_dirty(tensor)), None)
             self._stack.append(call)
             self.root = self.root or call
@@ -116,15 +139,18 @@ class Trace:
 
         return enter
 
-    def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:  # noqa: ARG002
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:  # noqa: ARG002
         call = self._stack.pop()
+        replaced = None
+        if call.number in self.masks:
+            output = replaced = map_leaves(without_mask, output)
         outputs = list(floating(output, "output"))
         if self._aliases and torch.is_grad_enabled():
             for name, tensor in outputs:
                 if tensor.requires_grad:
                     tensor.register_hook(self._arriving(call.parent, name))
         if self._backward:
-            return
+            return None
         if call.parent is None:
             self.outputs = outputs
         bad = next(((name, tensor) for name, tensor in outputs if not is_finite(tensor)), None)
@@ -135,6 +161,7 @@ class Trace:
         elif call.dirty is None and len(self.suspects) == call.suspects:
             self._suspect(call, bad, "")
             self.suspects[-1].tensors += [tensor for _, tensor in outputs]
+        return replaced
 
     def _suspect(self, call: Call, made: Named, note: str) -> None:
         self.suspects.append(Suspect(call, (made[0], made[1].detach()), note, [made[1]]))
@@ -206,10 +233,25 @@ def _has_nan(tensors: list[Named]) -> bool:
 
 def is_dirty(tensor: torch.Tensor) -> bool:
     """Whether it holds a NaN, or an infinity that is no mask."""
+    return bool(dirty_values(tensor).any())
+
+
+def dirty_values(tensor: torch.Tensor) -> torch.Tensor:
+    """Which of its values are NaN, or an infinity that is no mask."""
     values = tensor.detach()
-    if values.is_complex():
-        return not is_finite(values)
-    return bool((values.isnan() | (values == torch.inf)).any())
+    return ~torch.isfinite(values) if values.is_complex() else values.isnan() | (values == torch.inf)
+
+
+def without_mask(value: Any) -> Any:
+    """A tensor whose least finite value, or 0, stands for minus infinity; anything else as it is."""
+    if not isinstance(value, torch.Tensor) or not can_be_looked_at(value) or not _is_masked(value):
+        return value
+    finite = value.detach()[torch.isfinite(value.detach())]
+    return value.masked_fill(value == -torch.inf, finite.min().item() if finite.numel() else 0.0)
+
+
+def _is_masked(tensor: torch.Tensor) -> bool:
+    return not tensor.is_complex() and bool((tensor.detach() == -torch.inf).any())
 
 
 def named_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Named]:
