@@ -240,9 +240,11 @@ def test_its_options_are_completed(capsys):
     assert "--kill-step" in options
 
 
-def test_a_folder_with_files_is_not_mixed_with_new_runs(tmp_path, capsys):
+@pytest.mark.parametrize("folder", ["{home}", "~"])
+def test_a_folder_with_files_is_not_mixed_with_new_runs(tmp_path, capsys, monkeypatch, folder):
+    monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "file").touch()
-    assert main(["--keep", str(tmp_path), __file__]) == NO_ANSWER
+    assert main([f"--keep={folder.format(home=tmp_path)}", __file__]) == NO_ANSWER
     assert "the folder is not empty" in capsys.readouterr().err
 
 

@@ -72,6 +72,17 @@ def test_a_script_needs_no_guard_and_learns_which_rank_was_lost(tmp_path):
     assert "failed first, and raised nothing: exit status 7. What it printed may say why." in ended.stderr
 
 
+def ends_at_once():
+    os._exit(0)
+
+
+def test_a_rank_that_ends_before_its_function_returns_is_a_failure():
+    with pytest.raises(
+        RankFailedError, match=r"ranks 0–1 of this machine ended with exit status 0 before the function had"
+    ):
+        debug_launcher(ends_at_once)
+
+
 def precision_of_an_accelerator():
     return Accelerator().mixed_precision
 

@@ -41,7 +41,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         launching=tuple(shlex.split(given.launch_arguments)),
         own_directory=given.own_directory,
     )
-    root = Path(tempfile.mkdtemp(prefix="verify-resume-")) if given.keep is None else Path(given.keep).resolve()
+    root = (
+        Path(tempfile.mkdtemp(prefix="verify-resume-"))
+        if given.keep is None
+        else Path(given.keep).expanduser().resolve()
+    )
     try:
         _check(given, root)
         outcome = run_trial(

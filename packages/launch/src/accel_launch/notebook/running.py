@@ -29,6 +29,7 @@ from accel_launch.errors import LaunchError, RankFailedError
 from accel_launch.notebook import channel, rank
 from accel_launch.notebook.function_pickle import Told, cells, unpacked
 from accel_launch.notebook.output import Output, is_replaced
+from accel_launch.starting.failures import listed
 from accel_launch.starting.logs import Logs
 from accel_launch.starting.program import Program
 from accel_launch.starting.signals import Ended, Signals
@@ -65,6 +66,11 @@ def run(call: str, plan: Plan, work: bytes, variables: Mapping[str, str], prefix
     told: Told | None = pickle.loads(reports[first]) if reports.get(first) else None  # noqa: S301  (of a rank from here)
     if failures is not None:
         raise_first(call, plan.processes, failures, told)
+    if silent := [each for each in range(plan.here) if not reports.get(each)]:
+        raise RankFailedError(
+            f"{call}: {listed(silent)} of this machine ended with exit status 0 before the function had returned, as os._exit(0) does. "
+            "What it printed may say why."
+        )
     return result_of(call, told)
 
 
@@ -95,8 +101,7 @@ def _supervise(call: str, plan: Plan, program: Program) -> list[Failure] | None:
 
 def result_of(call: str, told: Told | None) -> Any:
     """The function's result on the first rank here; None, with a warning, if it cannot be sent."""
-    if told is None:
-        return None
+    assert told is not None, "every rank has said something"
     if told.result is None:
         warnings.warn(
             f"{call} has ended, and what its function returned stays with rank 0, because it cannot be sent here: "
