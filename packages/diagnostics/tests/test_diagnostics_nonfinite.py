@@ -193,6 +193,23 @@ def test_a_mask_is_not_blamed_for_what_comes_after_it(value: float, weight: floa
     assert place(found(train(model, data((11, value))))) == ("output", "layers.0.log", 5, 0, (11,))
 
 
+class MaskedOutput(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"logits": (self.scale * x).masked_fill(x < 0.5, -torch.inf), "extra": x.log()}
+
+
+def test_a_mask_in_the_outputs_is_not_blamed_for_another_output() -> None:
+    accelerator, _ = detecting()
+    output = accelerator.prepare(MaskedOutput())(torch.tensor([[1.0, 0.2, -1.0]]))
+    with pytest.raises(NonFiniteError) as raised:
+        accelerator.backward(output["logits"].softmax(dim=1)[0, 0] + output["extra"].sum())
+    assert raised.value.first.name == "output['extra']"
+
+
 def test_a_mask_is_not_blamed_for_what_a_forward_makes_by_itself_after_it() -> None:
     finding = found(train(Layers(ScoredByItself()), data((11, -1.0))))
     assert finding.module == "layers.0"

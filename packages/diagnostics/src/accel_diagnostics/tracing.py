@@ -153,7 +153,8 @@ class Trace:
             return None
         if call.parent is None:
             self.outputs = outputs
-        bad = next(((name, tensor) for name, tensor in outputs if not is_finite(tensor)), None)
+        first_dirty = next((each for each in outputs if is_dirty(each[1])), None)
+        bad = first_dirty or next((each for each in outputs if not is_finite(each[1])), None)
         if bad is not None and self.nan is None and _has_nan(outputs) and not _has_nan(call.inputs):
             self.nan = call
         if bad is None:
