@@ -91,6 +91,14 @@ def test_statistics_that_each_rank_keeps_for_itself_are_a_difference(capsys, mon
     assert "Of buffers that is what rank 0 had: torch.nn.SyncBatchNorm keeps them equal." in told
 
 
+def test_statistics_of_batches_that_another_world_divides_are_named_as_such(capsys):
+    worlds = ["--processes", "2", "--resume-processes", "1", "--resume-arguments=--resume"]
+    assert main([*worlds, SCRIPT, "--save", "{folder}", "--fault", "batch norm"]) == DIFFERS
+    told = capsys.readouterr().out
+    assert "First difference in step 5 on rank 0: losses" in told
+    assert "depends on how the samples are divided among processes" in told
+
+
 def test_a_run_resumed_in_a_smaller_world_is_the_same_but_for_rounding(capsys):
     status, found = verify(capsys, "--processes", "2", "--resume-processes", "1")
     assert status == EXACT

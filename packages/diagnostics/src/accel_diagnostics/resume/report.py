@@ -60,7 +60,8 @@ def as_text(outcome: Outcome) -> str:
     lines += ["", format_table(("what", "", ""), rows), ""]
     if outcome.ignored:
         lines.append(f"Not compared, because they differ between uninterrupted runs too: {', '.join(outcome.ignored)}.")
-    lines += _first(outcome.comparison.first) if outcome.comparison.first else [_exact(outcome)]
+    moves = whole.processes != resumed.processes
+    lines += _first(outcome.comparison.first, moves) if outcome.comparison.first else [_exact(outcome)]
     if any(each.accelerators > 1 for each in whole.journals):
         lines.append("The script builds several Accelerators; the first alone was observed.")
     return "\n".join(lines)
@@ -84,7 +85,7 @@ def _not_resumed() -> list[str]:
     ]
 
 
-def _first(first: Difference) -> list[str]:
+def _first(first: Difference, moves: bool) -> list[str]:
     about = f"{first.name}: " if first.name else ""
     lines = [
         f"First difference {place(first)}: {first.part}",
@@ -93,10 +94,15 @@ def _first(first: Difference) -> list[str]:
     ]
     if first.name.startswith("unprepared"):
         lines.append(f"  The script made this {first.part} and did not prepare it.")
-    return [*lines, _advice(first)]
+    return [*lines, _advice(first, moves)]
 
 
-def _advice(first: Difference) -> str:
+def _advice(first: Difference, moves: bool) -> str:
+    if first.part == "losses" and moves:
+        return (
+            "Samples are equal, so the forward depends on how the samples are divided among processes, as dropout does, and BatchNorm "
+            "without torch.nn.SyncBatchNorm; or on something that is not saved: with the same number of processes, that would differ, too."
+        )
     if first.part == "optimizer" and "groups']" in first.name:
         return (
             "It was changed after accelerator.load_state(), by a scheduler that is made or by a learning rate that is set then. Make "
