@@ -72,6 +72,7 @@ class Unprepared(NamedTuple):
 
 def find_unprepared(run: Run) -> Unprepared:
     """What the script did not prepare, in no certain order."""
+    gc.collect()  # one that a circle of references still holds is there in some runs only
     known = {id(each) for each in (*run.prepared.optimizers, *run.prepared.schedulers)}
     trained = run.names()
     made = [each for each in gc.get_objects() if issubclass(type(each), (Optimizer, LRScheduler))]
@@ -80,7 +81,9 @@ def find_unprepared(run: Run) -> Unprepared:
         for each in made
         if isinstance(each, Optimizer)
         and id(each) not in known
-        and any(id(parameter) in trained for group in each.param_groups for parameter in group["params"])
+        and any(
+            id(parameter) in trained for group in getattr(each, "param_groups", ()) for parameter in group["params"]
+        )
     ]
     all_optimizers = set(map(id, (*run.prepared.optimizers, *optimizers)))
     schedulers = [
