@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -108,7 +109,7 @@ def assemble(given: Mapping[str, Any]) -> Assembly:
     """Makes every part from the arguments by name, or raises, leaving only the process group."""
     handlers, sections = _by_class(given["kwargs_handlers"]), Sections()
     asked = _Asked(given, handlers, list_offers(), sections)
-    project_dir = asked.option("project_dir")
+    project_dir = asked.option("project_dir", parse=lambda text, _: os.path.expanduser(text))
     project = resolve_project(project_dir.value, given["project_config"], project_dir.source)
     accumulation, steps = asked.accumulation()
     cpu, nonfinite = asked.flag("cpu"), asked.flag("detect_nonfinite")

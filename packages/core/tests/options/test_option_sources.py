@@ -102,6 +102,8 @@ def test_the_project_folder_may_be_given_outside(monkeypatch: pytest.MonkeyPatch
     accelerator = Accelerator()
     assert accelerator.project_dir == "runs/a"
     assert settings()["project_dir"] == ("runs/a", "ACCELERATE_PROJECT_DIR")
+    monkeypatch.setenv("ACCELERATE_PROJECT_DIR", "~/runs")
+    assert Accelerator().project_dir == os.path.expanduser("~/runs")
 
 
 def test_an_empty_list_in_a_file_is_an_empty_list(monkeypatch: pytest.MonkeyPatch) -> None:

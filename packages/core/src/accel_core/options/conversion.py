@@ -148,9 +148,8 @@ def _listed(kind: Any) -> tuple[Any, ...]:
     """The values of a `Literal`, or of an `Enum` of plain values."""
     if get_origin(kind) is Literal:
         return get_args(kind)
-    if not (isinstance(kind, type) and issubclass(kind, Enum)):
-        return ()
-    return tuple(kind) if all(isinstance(each.value, (bool, int, float, str)) for each in kind) else ()
+    is_enum = isinstance(kind, type) and issubclass(kind, Enum)
+    return tuple(kind) if is_enum and all(isinstance(each.value, (bool, int, float, str)) for each in kind) else ()
 
 
 def _among(listed: Sequence[Any], value: Any) -> Any:
