@@ -14,12 +14,47 @@ def test_an_iterator_that_advanced_reports_what_remains() -> None:
     assert feed.begin_step() == 3
 
 
-def test_an_idle_iterator_says_nothing() -> None:
+def test_an_idle_iterator_says_only_that_it_is_at_its_end() -> None:
+    """Several micro-batches of one batch."""
     feed = Feed()
     passage = feed.enter()
+    passage.advance(1)
+    assert [feed.begin_step(), feed.begin_step()] == [1, None]  # how many are to come of this batch, nobody knows
     passage.advance(0)
-    assert feed.begin_step() == 0
-    assert feed.begin_step() is None  # it stands at its end, but did not advance since
+    assert [feed.begin_step(), feed.begin_step()] == [0, 0]
+    passage.leave()
+    assert feed.begin_step() is None
+
+
+def test_zipped_iterators_stay_at_the_end_of_the_shorter_one() -> None:
+    feed = Feed()
+    shorter, longer = feed.enter(), feed.enter()
+    for left in (1, 0):
+        shorter.advance(left)
+        longer.advance(left + 5)
+        seen = [feed.begin_step(), feed.begin_step()]
+    assert seen == [0, 0]
+
+
+def test_an_iterator_inside_of_one_at_its_end_counts_alone() -> None:
+    feed = Feed()
+    outer = feed.enter()
+    outer.advance(0)
+    inner = feed.enter()
+    inner.advance(2)
+    assert feed.begin_step() == 2
+    inner.leave()
+    assert feed.begin_step() == 0  # the rest of the body of the outer loop
+
+
+def test_an_iterator_that_is_held_at_its_end_closes_no_window_of_a_later_loop() -> None:
+    feed = Feed()
+    held = feed.enter()
+    held.advance(0)
+    later = feed.enter()
+    later.advance(5)
+    assert [feed.begin_step(), feed.begin_step()] == [5, None]
+    assert held.remaining == 0
 
 
 def test_zipped_iterators_end_with_the_shorter_one() -> None:

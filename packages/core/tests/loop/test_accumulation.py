@@ -66,8 +66,76 @@ def test_a_loader_shorter_than_the_rest_of_the_window_closes_it_and_rescales_wha
     window.enter()
     window.leave()
     passage.leave()
-    assert epoch(window, feed, 2) == [(False, 0.25), (True, 1 / 3)]
+    assert epoch(window, feed, 2) == [(False, 1 / 3), (True, 1 / 3)]
     assert models.factors == [pytest.approx(4 / 3)]
+
+
+@pytest.mark.parametrize(
+    ("steps", "batches", "parts", "closing"),
+    [
+        (4, 3, 3, "...S..SSS"),  # nine micro-batches: every one of the last batch closes
+        (4, 2, 5, "...S.SSSSS"),
+        (8, 1, 3, "SSS"),
+        (4, 5, 2, "...S...SSS"),
+    ],
+)
+def test_micro_batches_of_the_last_batch_close_their_windows(
+    steps: int, batches: int, parts: int, closing: str
+) -> None:
+    """No window stays open behind a loop, and each weighs what is in it: the gradient is its mean."""
+    feed, gradient, means = Feed(steps), [0.0], []
+
+    class Summing:
+        def rescale(self, factor: float) -> None:
+            gradient[0] *= factor
+
+    models = Summing()
+    window, seen = Accumulation(steps, feed, models.rescale), ""
+    for _ in range(2):
+        passage = feed.enter()
+        for batch in range(batches):
+            passage.advance(batches - batch - 1)
+            for _ in range(parts):
+                closes = window.enter()
+                gradient[0] += window.weight
+                seen += ".S"[closes]
+                window.leave()
+                if closes:
+                    means.append(gradient.pop())
+                    gradient.append(0.0)
+        passage.leave()
+    assert seen == closing * 2
+    assert means == [pytest.approx(1)] * len(means)
+    assert not window.open
+
+
+def test_a_window_that_is_drawn_before_it_is_used_is_whole() -> None:
+    models, feed = Models(), Feed(4)
+    window, passage, seen = Accumulation(4, feed, models.rescale), feed.enter(), ""
+    for drawn, left in ((4, 6), (4, 2), (2, 0)):
+        passage.advance(left)
+        for _ in range(drawn):
+            seen += ".S"[window.enter()]
+            window.leave()
+    assert seen == "...S...SSS"
+    assert models.factors == [pytest.approx(0.75)]  # the second was to be of three: two batches were left
+
+
+def test_a_window_of_several_micro_batches_of_a_batch_is_resumed() -> None:
+    models, feed = Models(), Feed(4)
+    window, passage = Accumulation(4, feed, models.rescale), feed.enter()
+    passage.advance(1)
+    for _ in range(2):
+        window.enter()
+        window.leave()
+    later = Accumulation(4, Feed(4), models.rescale)
+    later.load_state_dict(window.state_dict())
+    passage = later.feed.enter()
+    passage.advance(0)
+    for _ in range(2):
+        assert later.enter()
+        later.leave()
+    assert models.factors == [pytest.approx(0.5), pytest.approx(4 / 3)]  # two of two, of four, and then of three
 
 
 def test_sync_with_dataloader_false_ignores_the_ends_of_loaders() -> None:

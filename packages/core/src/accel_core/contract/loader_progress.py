@@ -2,9 +2,9 @@
 
 An iterator of a prepared loader enters the `Feed` of its Accelerator at its first `next`, advances
 the `Passage` that it gets with every batch, and leaves at its end or death. Advancing one forgets
-those entered after it, such as an evaluation that was broken out of. A window closes when an
-iterator that has advanced since the last `accumulate` is at its end; metrics refer to the innermost
-live passage, else to the batch yielded last.
+those entered after it, such as an evaluation that was broken out of. Every `accumulate` at the last
+batch of the iterators that advanced last closes its window; metrics refer to the innermost live
+passage, else to the batch yielded last.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class RunningLoader(NamedTuple):
 class Passage:
     """One iterator's report of where it stands. Made by `Feed.enter`, advanced once per batch."""
 
-    __slots__ = ("__weakref__", "_feed", "advanced", "ahead", "by", "drawn", "remaining", "rows")
+    __slots__ = ("__weakref__", "_feed", "advanced", "ahead", "by", "drawn", "entered", "remaining", "rows")
 
     def __init__(self, feed: Feed, by: object = None) -> None:
         self._feed, self.by, feed.passed = feed, by, None
@@ -57,7 +57,7 @@ class Passage:
         self.remaining: int | None = None
         self.rows: Rows | None = None
         self.drawn: Drawn = None
-        self.advanced = False
+        self.entered, self.advanced = feed.step, -1  # the steps for which it was entered, and advanced last
 
     def advance(self, remaining: int | None, rows: Rows | None = None, drawn: Drawn = None) -> None:
         """Reports the batch about to be yielded. Hot: one `Rows` for full batches. None: unknown.
@@ -71,7 +71,7 @@ class Passage:
         self.remaining = remaining
         self.rows = feed.latest = rows
         self.drawn = feed.latest_drawn = drawn
-        self.advanced = True
+        self.advanced = feed.step
         if feed.newest() is not self:
             feed.forget_after(self)
 
@@ -92,6 +92,7 @@ class Feed:
         self.joining = False  # whether ranks may end at different batches: the strategy stands in for the ended
         self.latest: Rows | None = None  # of the batch that was yielded last
         self.latest_drawn: Drawn = None  # which samples those are
+        self.step = 0  # how many micro-batches have begun
         self.passed: Rows | None = None  # `latest`, if the loop of that batch has ended
         self._live: list[weakref.ref[Passage]] = []
         self.newest: weakref.ref[Passage] | Callable[[], None] = _nobody  # what refers to the innermost passage
@@ -116,16 +117,20 @@ class Feed:
         self.newest = live[-1] if live else _nobody
 
     def begin_step(self) -> int | None:
-        """The fewest batches left of iterators advanced since the last call; once per `accumulate`.
+        """The fewest batches left of the iterators that advanced last; once per `accumulate`.
 
-        None when none knows, and while ranks may end at different batches: windows close on all.
+        One that was entered since the last call counts alone: it runs inside of the others. None when
+        none knows or all have more but none has advanced since, and while ranks may end at different
+        batches: windows close on all.
         """
-        advanced = [passage for ref in self._live if (passage := ref()) is not None and passage.advanced]
-        for passage in advanced:
-            passage.advanced = False
-        left = [(each.remaining, each.ahead) for each in advanced if each.remaining is not None]
-        known = [batches if batches < ahead else max(batches, self.lookahead) for batches, ahead in left]
-        return None if self.joining else min(known, default=None)
+        live = [passage for ref in self._live if (passage := ref()) is not None]
+        latest = max((each.advanced for each in live), default=-1)
+        drawn = [each for each in live if each.advanced == latest]
+        inner = drawn[-1:] if drawn and drawn[-1].entered == latest else drawn
+        left = [(each.remaining, each.ahead) for each in inner if each.remaining is not None]
+        fewest = min([n if n < ahead else max(n, self.lookahead) for n, ahead in left], default=None)
+        is_new, self.step = latest == self.step, self.step + 1
+        return None if self.joining or not (is_new or fewest == 0) else fewest
 
     def current_rows(self) -> Rows | None:
         """The rows of the batch for metrics; None when no prepared loader counted any, or `PASSED`."""

@@ -60,7 +60,6 @@ class Accumulation:
         self.backwards = 0  # backwards in the window
         self.micro_backwards = 0  # backwards in the present micro-batch
         self.by_caller = False  # whether the caller says which micro-batch closes the window
-        self.weight = 1.0 / self.steps
         self._deferred: list[Callable[[], None]] = []
 
     def enter(self, closes: bool | None = None) -> bool:
@@ -73,20 +72,19 @@ class Accumulation:
         if self.steps == 1 and not by_caller:
             if self.by_caller:
                 self._settle()
-                self.reset()
-                self.inside = True
+                self.by_caller, self.size = False, 1
             self.serial += 1
             self.backwards = 0
             return True
         remaining = self.feed.begin_step() if self._sync_with_dataloader and not by_caller else None
+        size = self.steps if remaining is None else min(self.steps, self.position + remaining + 1)
         if self.position == 0:
-            self._begin_window(remaining)
+            self._begin_window(size)
         self.by_caller = by_caller
         self.position += 1
         if closes is None:
-            closes = remaining == 0 or self.position >= self.size
-        if closes and self.position != self.size:
-            self._settle_size()
+            closes = self.position >= size
+        self._resize_window(self.position if closes else self.size if by_caller else size)
         self.open = not closes
         return closes
 
@@ -106,31 +104,30 @@ class Accumulation:
 
     def whole_window(self) -> None:
         """`forward_backward` begins: a window of its own, neither held open nor averaged again."""
-        self._begin_window(0)
+        self._begin_window(1)
         self.micro_backwards = 0
 
-    def _begin_window(self, remaining: int | None) -> None:
+    def _begin_window(self, size: int) -> None:
         self._settle()
         self.serial += 1
         self.backwards = 0
-        self.size = self.steps if remaining is None else min(self.steps, remaining + 1)
-        self.weight = self._share()
+        self.size = size
 
     def _settle(self) -> None:
         for drop in self._deferred:
             drop()
         self._deferred.clear()
 
-    def _share(self) -> float:
+    @property
+    def weight(self) -> float:
+        """What each micro-batch of the window weighs."""
         return 1.0 / (self.steps if self._mean_over_steps else self.size)
 
-    def _settle_size(self) -> None:
-        # An earlier loop was left in the middle of a window and the loader that goes on is shorter than the rest of it, or the
-        # caller closes the window. What was accumulated weighs 1/size each, and is to weigh 1/position.
-        before, self.size = self._share(), self.position
-        self.weight = self._share()
-        rescale = self._rescale()
-        if rescale is not None and self.weight != before:
+    def _resize_window(self, size: int) -> None:
+        # A batch had several micro-batches; an earlier loop was left in the middle of a window and the loader that goes on is
+        # shorter than the rest of it; or the caller closes it. What was accumulated weighs 1/before each, and is to weigh 1/size.
+        before, self.size = self.weight, size
+        if self.weight != before and (rescale := self._rescale()) is not None:
             rescale(self.weight / before)
 
     def state_dict(self) -> dict[str, Any]:
@@ -145,7 +142,6 @@ class Accumulation:
             self.serial += 1
             self.open = True
             self.position, self.size, self.backwards = state["position"], state["size"], state["backwards"]
-            self.weight = self._share()
             self.by_caller = not 0 < self.position < self.size  # its number would have closed it
 
     @property
@@ -155,7 +151,7 @@ class Accumulation:
     def hold(self, back: bool) -> None:
         """Holds optimizers back, or lets them step, until the caller says otherwise."""
         if back and not self.open:
-            self._begin_window(None)
+            self._begin_window(self.steps)
         self.by_caller, self.open = True, back
 
     def refuse_in_window(self, option: str, value: object) -> None:
