@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
+from itertools import islice
 
 import pytest
 import torch
@@ -47,6 +48,95 @@ def test_a_short_last_window_weighs_one_over_the_steps():
             optimizer.zero_grad()
         weights.append(model.weight.item())
     assert weights == [1, 1, 1, 0, 0, -0.5]
+
+
+def windows_of(accelerator, *sizes):
+    """A function that runs one micro-batch, what it says of each, and prepared loaders of so many batches."""
+    model = one_weight()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    loaders = [DataLoader(torch.ones(size * accelerator.num_processes, 1), batch_size=1) for size in sizes]
+    model, optimizer, *loaders = accelerator.prepare(model, optimizer, *loaders)
+    seen = []
+
+    def run(batch):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(".S"[accelerator.sync_gradients])
+
+    return run, seen, loaders
+
+
+def policy_optimization(accelerator):
+    run, seen, [loader] = windows_of(accelerator, 3)
+    for batch in loader:
+        for _ in range(3):
+            run(batch)
+    return seen
+
+
+def policy_optimization_with_evaluation(accelerator):
+    run, seen, [loader, evaluated] = windows_of(accelerator, 3, 2)
+    for batch in loader:
+        for _ in range(3):
+            list(evaluated)
+            run(batch)
+    return seen
+
+
+def drawn_before_use(accelerator):
+    run, seen, [loader] = windows_of(accelerator, 10)
+    batches = iter(loader)
+    while window := list(islice(batches, 4)):
+        for batch in window:
+            run(batch)
+    return seen
+
+
+def nested_loaders(accelerator):
+    run, seen, [outer, inner] = windows_of(accelerator, 2, 3)
+    for batch in outer:
+        for each in inner:
+            run(each)
+        run(batch)
+    return seen
+
+
+def after_an_iterator_that_is_held(accelerator):
+    run, seen, [loader, evaluated] = windows_of(accelerator, 6, 1)
+    held = iter(evaluated)
+    next(held)
+    for batch in loader:
+        run(batch)
+    return seen
+
+
+# As Accelerate 1.15 has closed them, with four micro-batches in a window.
+CLOSING = {
+    policy_optimization: "...S..SSS",
+    policy_optimization_with_evaluation: "...S..SSS",
+    drawn_before_use: "...S...S..",
+    nested_loaders: "..S...SS",
+    after_an_iterator_that_is_held: "...S.S",
+}
+
+
+def closing_of_all():
+    return ["".join(loop(Accelerator(cpu=True, gradient_accumulation_steps=4))) for loop in CLOSING]
+
+
+def test_windows_close_where_they_do_with_several_micro_batches_of_a_batch():
+    assert closing_of_all() == list(CLOSING.values())
+
+
+def test_windows_close_in_two_processes_where_they_do_in_one():
+    assert run_ranks(closing_of_all, 2) == [list(CLOSING.values())] * 2
+
+
+def test_the_end_of_a_loader_closes_no_window_if_that_is_asked_for():
+    plugin = GradientAccumulationPlugin(num_steps=4, sync_with_dataloader=False)
+    assert "".join(policy_optimization(Accelerator(cpu=True, gradient_accumulation_plugin=plugin))) == "...S...S."
 
 
 def test_the_environment_says_how_many_micro_batches_a_window_has(monkeypatch):
