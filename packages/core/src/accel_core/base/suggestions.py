@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 def nearest(name: str, names: Sequence[str]) -> str | None:
@@ -11,6 +11,11 @@ def nearest(name: str, names: Sequence[str]) -> str | None:
     by_folded = {candidate.casefold(): candidate for candidate in names}
     close = difflib.get_close_matches(name.casefold(), by_folded, n=1)
     return by_folded[close[0]] if close else None
+
+
+def choices(meant: str | None, known: Iterable[str], title: str = "Known") -> str:
+    """The names to choose from, and the one that was probably meant: see `nearest`."""
+    return f"{title}: {', '.join(known) or 'none'}." + (f" Type {meant!r} if that was meant." if meant else "")
 
 
 def listed(words: Sequence[str], separator: str = ", ", most: int = 8) -> str:

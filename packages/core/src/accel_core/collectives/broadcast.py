@@ -9,16 +9,7 @@ import torch
 import torch.distributed as dist
 
 from accel_core.base.nested import Tree, flatten_with_shape, unflatten
-from accel_core.collectives.reduce_gather import (
-    Measured,
-    bytes_of,
-    channel_of,
-    check_source,
-    check_tensors,
-    header_only,
-    letter_for,
-    whole,
-)
+from accel_core.collectives import reduce_gather
 from accel_core.processes.watch.collective_scope import collective
 
 if TYPE_CHECKING:
@@ -33,11 +24,11 @@ PARCEL = 4 << 20  # bytes that are packed together: so much extra memory, and a 
 
 def broadcast(tree: T, world: World, source: int = 0, group: dist.ProcessGroup | None = None) -> T:
     """The tensors of one rank of the group, on every rank: `accel_core.broadcast`. A collective."""
-    channel = channel_of(world, group)
+    channel = reduce_gather.channel_of(world, group)
     call = f"broadcast(from_process={source!r})"
-    check_source(channel, call, source)
+    reduce_gather.check_source(channel, call, source)
     if channel is None:
-        check_tensors("broadcast", tree, flatten_with_shape(tree)[0])
+        reduce_gather.check_tensors("broadcast", tree, flatten_with_shape(tree)[0])
         return tree
     return broadcast_from(channel, call, tree, source)
 
@@ -45,11 +36,11 @@ def broadcast(tree: T, world: World, source: int = 0, group: dist.ProcessGroup |
 def broadcast_from(channel: Channel, call: str, tree: T, source: int) -> T:
     """Gives every rank the tensors of `source`; `call` names the source if that varies."""
     leaves, shape = flatten_with_shape(tree)
-    if bytes_of(leaves) * channel.size > SMALL_BROADCAST:
+    if reduce_gather.bytes_of(leaves) * channel.size > SMALL_BROADCAST:
         received = _large(channel, call, tree, leaves, shape, source)
     else:
-        measure, sent = (whole, leaves) if channel.rank == source else (_awaited, [])
-        parts = channel.exchange(letter_for(channel, call, tree, leaves, shape, measure), sent)
+        measure, sent = (reduce_gather.whole, leaves) if channel.rank == source else (_awaited, [])
+        parts = channel.exchange(reduce_gather.letter_for(channel, call, tree, leaves, shape, measure), sent)
         received = [part[source][0].clone() for part in parts]
     # What was received goes to where the argument is; a meta tensor is nowhere.
     placed = [tensor if leaf.is_meta else tensor.to(leaf.device) for tensor, leaf in zip(received, leaves, strict=True)]
@@ -60,7 +51,7 @@ def _large(
     channel: Channel, call: str, tree: Tree, leaves: list[Any], shape: Hashable, source: int
 ) -> list[torch.Tensor]:
     """Compares headers, then broadcasts bytes, which backends move whatever the dtype is."""
-    letter = letter_for(channel, call, tree, leaves, shape, header_only)
+    letter = reduce_gather.letter_for(channel, call, tree, leaves, shape, reduce_gather.header_only)
     try:
         received = [torch.empty(leaf.shape, dtype=leaf.dtype, device=channel.device) for leaf in leaves]
         if channel.rank == source:
@@ -96,6 +87,6 @@ def _parcels(contents: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         yield together
 
 
-def _awaited(leaf: torch.Tensor) -> Measured:
+def _awaited(leaf: torch.Tensor) -> reduce_gather.Measured:
     """On ranks that receive: no row, of the same kind."""
     return (leaf.dtype, tuple(leaf.shape)), 0, list(leaf.shape)

@@ -119,9 +119,8 @@ class Feed:
     def begin_step(self) -> int | None:
         """The fewest batches left of the iterators that advanced last; once per `accumulate`.
 
-        One that was entered since the last call counts alone: it runs inside of the others. None when
-        none knows or all have more but none has advanced since, and while ranks may end at different
-        batches: windows close on all.
+        One that was entered since the last call counts alone: it runs inside of the others. None: nobody
+        knows, or none has advanced since and none has ended, or ranks may end at different batches.
         """
         live = [passage for ref in self._live if (passage := ref()) is not None]
         latest = max((each.advanced for each in live), default=-1)

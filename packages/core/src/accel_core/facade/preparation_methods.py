@@ -20,13 +20,7 @@ from accel_core.loading.index_source import as_data_loader
 from accel_core.loop import fused_backward
 from accel_core.loop import preparation as preparing
 from accel_core.loop.optimizer_gate import OptimizerGate, gate_of, place_state
-from accel_core.loop.preparation import (
-    ParameterReplacement,
-    PreparedModel,
-    PrepareRequest,
-    check_device_placement,
-    require,
-)
+from accel_core.loop.preparation import ParameterReplacement, PreparedModel, PrepareRequest, require
 from accel_core.loop.scheduler_gate import gate_scheduler, is_scheduler
 from accel_core.options.resolution import flag
 
@@ -118,7 +112,7 @@ class PreparationMethods(AcceleratorParts):
         strategies that exchange parameters (DDP does). Raises `TypeError` for a list or dict of
         models and for a bare tensor that requires a gradient.
         """
-        check_device_placement(device_placement, objects, self._parts.strategy.places_models)
+        preparing.check_device_placement(device_placement, objects, self._parts.strategy.places_models)
         kinds = [preparing.kind_of(obj) for obj in objects]
         results = list(objects)
         optimizers = [obj for obj, kind in zip(objects, kinds, strict=True) if kind == "optimizer"]
@@ -135,7 +129,7 @@ class PreparationMethods(AcceleratorParts):
         `device_placement` None: as the Accelerator was told.
         """
         given = None if device_placement is None else [device_placement]
-        check_device_placement(given, [model], self._parts.strategy.places_models)
+        preparing.check_device_placement(given, [model], self._parts.strategy.places_models)
         return cast("ModelT", self._prepare_model(model, device_placement, (), evaluation_mode))
 
     def prepare_data_loader(

@@ -178,8 +178,7 @@ class Accumulation:
 
     def is_pending(self, settled: int) -> bool:
         """Whether `zero_grad` would destroy gradients of a window of several micro-batches."""
-        pending = self._has_windows and self.backwards > 0 and settled != self.serial
-        return pending and (self.open or self.inside)
+        return self._has_windows and self.backwards > 0 and settled != self.serial and (self.open or self.inside)
 
     def defer(self, drop: Callable[[], None]) -> None:
         """`drop` is called before the next window begins, or the next backward behind the block.
@@ -218,7 +217,6 @@ class Accumulate:
             context.__enter__()
 
     def __exit__(self, *raised: Any) -> None:
-        if self.contexts:
-            for context in reversed(self.contexts):
-                context.__exit__(*raised)
+        for context in reversed(self.contexts):
+            context.__exit__(*raised)
         self.accumulation.leave()

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from accel_core.base.class_override import ClassOverride, override_class, restore_class
-from accel_core.base.suggestions import nearest
+from accel_core.base.suggestions import choices, nearest
 from accel_core.options.handlers import REGIONAL, TorchDynamoPlugin
 from accel_core.options.option_sources import OPTIONS
 from accel_core.options.resolution import Option, as_text, refuse_beside, resolve
@@ -84,9 +84,7 @@ def _compile(module: nn.Module, options: Mapping[str, Any], code: CodeType | Non
     _undo(module)
     forward = module.forward if inside else None
     bound = getattr(forward, "__self__", None) is module
-    function: Any = (
-        getattr(forward, "__func__", forward) if bound else forward
-    )  # torch 2.9 compiles each bound method anew
+    function: Any = getattr(forward, "__func__", forward) if bound else forward  # torch 2.9 compiles bound methods anew
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if function is None:
@@ -164,7 +162,6 @@ def _known_backend(backend: Any, asked: str) -> Any:
     known = ["no", "eager", *torch.compiler.list_backends(exclude_tags=())]
     name = name if name in known else name.lower()
     if name not in known:
-        meant = nearest(name, known)
-        hint = "" if meant is None else f" Type {meant!r} if that was meant."
-        raise ValueError(f"{asked} is not a backend of torch.compile. Known: {', '.join(sorted(set(known)))}.{hint}")
+        hint = choices(nearest(name, known), sorted(set(known)))
+        raise ValueError(f"{asked} is not a backend of torch.compile. {hint}")
     return name

@@ -13,14 +13,8 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from accel_core.base.suggestions import nearest
-from accel_core.options.handlers import (
-    GradientAccumulationPlugin,
-    InitProcessGroupKwargs,
-    KwargsHandler,
-    TorchDynamoPlugin,
-    TrackingKwargs,
-)
+from accel_core.base.suggestions import choices, nearest
+from accel_core.options import handlers
 from accel_core.options.option_sources import given_sections, section_name, variable_of
 from accel_core.options.resolution import Option
 
@@ -33,15 +27,15 @@ _NOWHERE: Mapping[str, str] = MappingProxyType({})
 class Shared(NamedTuple):
     """A section that is always there: a class, and its fields that the Accelerator has too."""
 
-    handler: type[KwargsHandler]
+    handler: type[handlers.KwargsHandler]
     elsewhere: Mapping[str, str] = _NOWHERE
 
 
 SECTIONS: Mapping[str, Shared] = {
-    "process_group": Shared(InitProcessGroupKwargs),
-    "accumulation": Shared(GradientAccumulationPlugin, {"num_steps": "gradient_accumulation_steps"}),
-    "dynamo": Shared(TorchDynamoPlugin, {"backend": "dynamo_backend"}),
-    "tracking": Shared(TrackingKwargs),
+    "process_group": Shared(handlers.InitProcessGroupKwargs),
+    "accumulation": Shared(handlers.GradientAccumulationPlugin, {"num_steps": "gradient_accumulation_steps"}),
+    "dynamo": Shared(handlers.TorchDynamoPlugin, {"backend": "dynamo_backend"}),
+    "tracking": Shared(handlers.TrackingKwargs),
 }
 """Sections beside those of components."""
 
@@ -103,7 +97,7 @@ class Sections:
         for section in sorted(self._sources.keys() - self._used):
             given = f"{self._sources[section]} was given, an option of"
             if section not in known:
-                hint = _hint(nearest(section, list(known)), sorted(known.values()), "Known")
+                hint = choices(nearest(section, list(known)), sorted(known.values()))
                 raise ValueError(f"{given} {section!r}, and nothing that is installed goes by that name. {hint}")
             # At the line that calls Accelerator(...).
             warnings.warn(f"{given} {known[section]!r}, which is not active: {active}. It has no effect.", stacklevel=4)
@@ -129,7 +123,7 @@ def read_section(
             if meant is not None and meant in elsewhere:
                 hint = f"That is an option of the Accelerator: {elsewhere[meant]}, or {variable_of(elsewhere[meant])}."
             else:
-                hint = _hint(meant, own, "Its options")
+                hint = choices(meant, own, "Its options")
             raise ValueError(f"{source} was given, and {name!r} has no option {folded!r}. {hint}")
         option = f"{name}.{field.name}"
         if why := field.python_only:
@@ -140,7 +134,3 @@ def read_section(
             given = f"{option}={masked(field.name, value)!r} was given by {source}"
             raise ValueError(f"{given}: expected {expected(field.type)}.") from error
     return options
-
-
-def _hint(meant: str | None, known: Iterable[str], title: str) -> str:
-    return f"{title}: {', '.join(known) or 'none'}." + (f" Type {meant!r} if that was meant." if meant else "")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Generic, TypeVar
 
-from accel_core.base.suggestions import nearest
+from accel_core.base.suggestions import choices, nearest
 from accel_core.base.vocabulary import RNGType
 from accel_core.options.handlers import KwargsHandler
 from accel_core.options.option_sources import FALSE, LOADER_OPTIONS, TRUE, given_outside, variable_of
@@ -86,9 +86,8 @@ def as_rng_types(asked: str, value: object) -> tuple[str, ...]:
     known = [kind.value for kind in RNGType]
     for kind in as_sequence(asked, value):
         if kind not in known:
-            meant = nearest(str(kind), known)
-            hint = "" if meant is None else f" Type {meant!r} if that was meant."
-            raise ValueError(f"{asked} holds {kind!r}, which names no random stream. Known: {', '.join(known)}.{hint}")
+            hint = choices(nearest(str(kind), known), known)
+            raise ValueError(f"{asked} holds {kind!r}, which names no random stream. {hint}")
     return tuple(RNGType(kind).value for kind in value)  # type: ignore[attr-defined]
 
 
