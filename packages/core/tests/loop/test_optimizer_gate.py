@@ -541,3 +541,81 @@ def test_a_step_that_the_device_left_out_is_told_to_whoever_asks() -> None:
         optimizer.zero_grad()
         seen.append((accelerator.optimizer_step_was_skipped, scheduler.get_last_lr()))
     assert seen == [(True, [0.1]), (False, [0.05]), (True, [0.05])]
+
+
+def test_an_optimizer_that_was_not_prepared_warns_once_inside_of_a_window() -> None:
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model = accelerator.prepare(line())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    told = r"SGD trains a prepared model, but was not prepared: it steps inside windows.* Pass it to prepare\(\)\."
+    with accelerator.accumulate(model):
+        accelerator.backward(model(X[0]).sum())
+        with pytest.warns(UserWarning, match=told) as caught:
+            optimizer.step()
+    with accelerator.accumulate(model):
+        accelerator.backward(model(X[0]).sum())
+        optimizer.step()
+    with accelerator.accumulate(model):
+        optimizer.step()  # once told is enough
+    assert [each.filename for each in caught] == [__file__]
+
+
+def test_an_optimizer_that_was_not_prepared_warns_on_scaled_gradients_through_a_scheduler_too() -> None:
+    accelerator = Accelerator(mixed_precision=Scaling())
+    model = accelerator.prepare(line())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)  # wraps the step
+    model(X[0]).sum().backward()
+    optimizer.step()  # a loop of its own, of which nothing is scaled
+    accelerator.backward(model(X[0]).sum())
+    with pytest.warns(UserWarning, match=r"SGD trains a prepared model, .* on scaled gradients") as caught:
+        optimizer.step()
+    assert [each.filename for each in caught] == [__file__]
+    scheduler.step()
+
+
+class Around(torch.optim.SGD):
+    """Steps another optimizer of the same parameters, as wrappers that average weights do."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups[0]["params"], lr=0.0)
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step()
+
+
+@pytest.mark.parametrize("prepares_inner", [True, False])
+def test_what_steps_inside_of_a_prepared_optimizer_or_around_one_is_as_prepared(prepares_inner: bool) -> None:
+    accelerator = Accelerator(mixed_precision=Scaling(), gradient_accumulation_steps=2)
+    model = accelerator.prepare(line())
+    around = Around(torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.prepare(around.inner if prepares_inner else around)
+    for _ in range(4):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(X[0]).sum())
+            around.step()
+
+
+def test_optimizers_of_nothing_that_is_prepared_step_in_silence() -> None:
+    accelerator = Accelerator(mixed_precision=Scaling(), gradient_accumulation_steps=2)
+    model = line()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    other, averaged = line(), torch.optim.swa_utils.AveragedModel(model)
+    evaluated = accelerator.prepare_model(line(), evaluation_mode=True)
+    others = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (other, averaged, evaluated)]
+    for _ in range(2):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(X[0]).sum())
+            other(X[0]).sum().backward()
+            for each in (*others, optimizer):
+                each.step()
+
+
+def test_where_every_batch_is_a_step_of_whole_gradients_an_optimizer_may_be_left_out() -> None:
+    accelerator = Accelerator()
+    model = accelerator.prepare(line())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accelerator.backward(model(X[0]).sum())
+    optimizer.step()
+    accelerator.free_memory()

@@ -7,7 +7,7 @@ import warnings
 from typing import NamedTuple
 
 # Whose frames are not the place where a user wrote something: ours, and what may stand between a user's line and ours.
-_NOT_THE_USERS = ("accel_", "contextlib.", "enum.", "functools.")
+_NOT_THE_USERS = ("accel_", "contextlib.", "enum.", "functools.", "torch.")
 
 
 class Deprecation(NamedTuple):

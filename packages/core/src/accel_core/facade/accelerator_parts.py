@@ -9,6 +9,7 @@ from accel_core.contract.loader_progress import Feed
 from accel_core.facade.process_methods import ProcessControl
 from accel_core.loop.accumulation import Accumulation
 from accel_core.loop.forward_backward import WindowLoop
+from accel_core.loop.optimizer_gate import watch_unprepared
 from accel_core.loop.preparation import Prepared
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class AcceleratorParts(ProcessControl):
             mean_over_steps=rules.mean_over == "steps",
         )
         collective = parts.strategy.forward_is_collective
+        watch_unprepared(self._prepared, self._accumulation, self._needs_backward)
         parts.defaults.window_loop = WindowLoop(relay, self._prepared, world, parts.layout, together=collective)
         self._trigger = Trigger(world)
         self._preemption = Preemption(world)

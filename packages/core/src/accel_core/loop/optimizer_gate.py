@@ -10,11 +10,12 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from accel_core.base.deprecation import level_of_the_user
 from accel_core.base.suggestions import listed
@@ -235,6 +236,31 @@ class OptimizerGate:
             f"optimizer.step() was called, but {found}: gradients of a plain loss.backward() would be neither scaled "
             f"nor averaged over the window. Replace loss.backward() by accelerator.backward(loss)."
         )
+
+
+_watched: weakref.WeakKeyDictionary[Prepared, tuple[Accumulation, bool]] = weakref.WeakKeyDictionary()
+_warned: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+_register = cache(register_optimizer_step_pre_hook)  # torch calls it before each step of any optimizer
+
+
+def watch_unprepared(prepared: Prepared, accumulation: Accumulation, scales: bool) -> None:
+    """Has other optimizers of prepared models warn, once, at a step for which gradients are not ready."""
+    _watched[prepared] = accumulation, scales
+    _register(_warn_if_unprepared)
+
+
+def _warn_if_unprepared(optimizer: Optimizer, *_: object) -> None:
+    if _GATE in optimizer.__dict__ or optimizer in _warned:
+        return
+    early = [each for each, (window, scales) in _watched.items() if window.open or (scales and window.backwards)]
+    for prepared in early:
+        # An optimizer inside of a prepared one, or around one, is held back with it.
+        held_back = any(gate._inside for gate in prepared.gates()) or any(map(gate_of, vars(optimizer).values()))
+        trains = any(not each.ids.isdisjoint(map(id, held_by(optimizer))) for each in prepared._training())
+        if trains and not held_back:
+            _warned.add(optimizer)
+            what = f"{type(optimizer).__name__} trains a prepared model, but was not prepared: it steps inside windows,"
+            warnings.warn(f"{what} and on scaled gradients. Pass it to prepare().", stacklevel=level_of_the_user())
 
 
 def _applied(engine: Any, optimizer: Optimizer, own: Callable[[], Any]) -> Callable[[], Any]:
