@@ -72,6 +72,10 @@ def test_batches_can_be_left_out_once():
         (DataLoader(SAMPLES, batch_size=None), "without batches of indices"),
         (DataLoader(SAMPLES, sampler=WeightedRandomSampler([1.0] * 40, 40)), "with a WeightedRandomSampler"),
         (DataLoader(SAMPLES, sampler=RandomSampler(SAMPLES, replacement=True)), "with replacement or with a generator"),
+        (
+            DataLoader(SAMPLES, sampler=RandomSampler(SAMPLES, num_samples=9)),
+            "draws 9 samples, and Nearby shuffles all 40",
+        ),
         (DataLoader(SAMPLES, shuffle=True, generator=torch.Generator()), "with replacement or with a generator"),
     ],
 )

@@ -28,12 +28,16 @@ SURROUNDINGS = "test_preparing_leaves_the_surroundings_alone"
 COPIES = "test_copies_read_what_the_loader_reads"
 GOES_ON = "test_a_run_goes_on_where_its_state_was_taken"
 YIELDED = "test_a_state_counts_what_was_yielded"
+DRAWS = "test_workers_draw_by_shard_and_epoch"
+SAMPLER = "test_a_sampler_of_the_users_own_is_followed_or_refused"
+STATES = "test_each_state_of_an_epoch_is_right"
+SKIPPED = "test_skipped_batches_are_left_out"
 CARRIED = "test_a_state_loads_into_any_number_of_shards"  # compares divided runs with undivided ones
 
 CAUGHT_BY = {
     wrong.Right: set(),
     wrong.DropsTheTail: {COUNTED, SINGLES, CARRIED},
-    wrong.CountsPadding: {COUNTED, SINGLES, VARYING, IN_ORDER, GOES_ON, CARRIED},
+    wrong.CountsPadding: {COUNTED, SINGLES, VARYING, IN_ORDER, GOES_ON, STATES, CARRIED},
     wrong.ForgetsTheEpoch: {SHUFFLED},
     wrong.IgnoresTheNumber: {SHUFFLED},
     wrong.IgnoresTheSeed: {SHUFFLED},
@@ -41,9 +45,10 @@ CAUGHT_BY = {
         SURROUNDINGS,  # a loader is asked for its length when it is prepared
         "test_the_order_depends_on_seed_and_epoch_alone",
         SET_EPOCH,
-        WORKERS,
         COPIES,
         GOES_ON,
+        STATES,
+        SKIPPED,
     },
     wrong.OrderDependsOnTheShard: {SHUFFLED, ANY_COUNT, WORKERS, CARRIED},
     wrong.OrderDependsOnTheCount: {ANY_COUNT, CARRIED},
@@ -56,14 +61,16 @@ CAUGHT_BY = {
         SHUFFLED,
         ANY_COUNT,
         WORKERS,
+        DRAWS,
+        SAMPLER,
         CARRIED,
     },
-    wrong.ReadsByRank: {"test_ranks_of_one_shard_read_the_same", ANY_COUNT, CARRIED},
-    wrong.Reverses: {IN_ORDER, ANY_COUNT, CARRIED},
+    wrong.ReadsByRank: {"test_ranks_of_one_shard_read_the_same", ANY_COUNT, DRAWS, CARRIED},
+    wrong.Reverses: {IN_ORDER, ANY_COUNT, SAMPLER, CARRIED},
     wrong.ReadsUnevenly: {EVEN, SINGLES, CARRIED},
-    wrong.SaysTheWrongLength: {"test_len_is_the_number_of_batches"},
+    wrong.SaysTheWrongLength: {"test_len_is_the_number_of_batches", SKIPPED},
     # With workers torch's batches are then too few, which PreparedLoader itself notices.
-    wrong.DoesNotReportTheEnd: {"test_windows_of_accumulation_end_with_the_epoch", KEPT, WORKERS},
+    wrong.DoesNotReportTheEnd: {"test_windows_of_accumulation_end_with_the_epoch", KEPT, WORKERS, DRAWS},
     wrong.RepeatsAcrossWorkers: {WORKERS},
     wrong.LosesPersistentEpochs: {WORKERS},
     wrong.ChangesDtypes: {"test_batches_keep_their_structure_on_the_device"},
@@ -72,16 +79,27 @@ CAUGHT_BY = {
     wrong.SeedsTheUsersStream: {SURROUNDINGS},
     wrong.SetsTheEnvironment: {SURROUNDINGS},
     wrong.CountsWhatWasFetched: {YIELDED},
-    wrong.CountsOwnSamples: {GOES_ON, YIELDED, CARRIED},
-    wrong.IgnoresTheState: {GOES_ON, YIELDED, CARRIED},
+    wrong.CountsOwnSamples: {GOES_ON, STATES, YIELDED, CARRIED},
+    wrong.IgnoresTheState: {GOES_ON, STATES, YIELDED, CARRIED},
     wrong.TakesEveryState: {"test_a_state_of_another_dataset_is_refused"},
-    wrong.RepeatsTheRest: {GOES_ON, YIELDED, CARRIED},
+    wrong.RepeatsTheRest: {GOES_ON, STATES, SKIPPED, YIELDED, CARRIED},
     wrong.PreparesTwice: {"test_a_prepared_loader_is_not_prepared_again"},
     wrong.CopiesStartElsewhere: {COPIES},
     wrong.KeepsLoadersAlive: {"test_nothing_is_kept_alive"},
     wrong.SwallowsErrors: {"test_an_error_of_the_dataset_reaches_the_loop"},
     wrong.LosesGrowingBatches: {VARYING},
     wrong.IgnoresSetEpoch: {SET_EPOCH},
+    wrong.DrawsAlikeOnAllRanks: {DRAWS},
+    wrong.DrawsAlikeInAllEpochs: {DRAWS},
+    wrong.DrawsByRank: {DRAWS},
+    wrong.FollowsNoSampler: {SAMPLER},
+    wrong.ShufflesEverything: {SAMPLER},
+    wrong.SkipsNothing: {SKIPPED},
+    wrong.SkipsFromTheState: {SKIPPED},
+    wrong.SkipsBesideTheEpochs: {SKIPPED},
+    wrong.KeepsTheFirstState: {STATES},
+    wrong.CountsFromTheResumption: {STATES},
+    wrong.LoadsOnlyIntoNewLoaders: {STATES},
     wrong.RaisesOnOneRank: {SINGLES},
 }
 

@@ -21,12 +21,12 @@ class Iteration(SourceIteration):
     """One epoch of a `Reading`. torch may open several and begin one, so the epoch is taken at the first batch."""
 
     def __init__(self, reading):
-        progress = SourceProgress(reading.epoch, reading.behind)
+        progress = SourceProgress(reading.origin.epoch, reading.first())
         super().__init__(reading.reads(progress), progress)
         self.reading = reading
 
     def start(self):
-        self.reading.begin(self.progress)
+        self.reading.origin.begin(self.progress)
 
 
 class Reading:
@@ -35,14 +35,26 @@ class Reading:
     def __init__(self, loader, shard, seed):
         self.sampler = loader.batch_sampler
         self.size = len(loader.dataset)
-        self.shuffled = isinstance(getattr(self.sampler, "sampler", None), RandomSampler)
+        inner = getattr(self.sampler, "sampler", None)
+        self.shuffled = isinstance(inner, RandomSampler) and len(inner) == self.size
         self.index, self.count, self.seed = shard.index, shard.count, seed
         self.epoch = self.behind = 0  # of the next iteration
+        self.skipped = 0
+        self.origin = self  # a copy that leaves out batches moves it, too
+        self.workers = torch.Generator()  # from which torch draws the seed of its workers
         self.current = SourceProgress()
         self.current.finished = True
 
     def open(self, feed):
+        self.workers.manual_seed(self.key_of_workers(self.origin.epoch))
         return Iteration(self)
+
+    def key_of_workers(self, epoch):
+        return derive_seed(self.seed, epoch, self.index)
+
+    def first(self):
+        """Batches that are left out are counted from the beginning of the epoch."""
+        return 0 if self.skipped else self.origin.behind
 
     def begin(self, progress):
         self.current = progress
@@ -54,6 +66,8 @@ class Reading:
         samples = progress.samples
         for number, batch_round in enumerate(rounds, 1):
             samples += sum(real for _, real in batch_round)
+            if number <= self.skipped:
+                continue
             batch, real = batch_round[self.index]
             yield batch, len(rounds) - number, self.rows(len(batch), real), samples
 
@@ -100,7 +114,7 @@ class Reading:
         return {"epoch": self.current.epoch, "samples": self.current.samples}
 
     def __len__(self):
-        return len(self.rounds(self.batches(self.epoch), 0))
+        return len(self.rounds(self.batches(self.epoch), 0)) - self.skipped
 
 
 class Prepared(PreparedLoader):
@@ -135,7 +149,9 @@ class Right:
         raise ValueError("samples without an index cannot be divided by arithmetic; give them one")
 
     def copy(self, loader, source, outlet):
-        return prepare_copy(loader, self.overrides, source, outlet, strict=True, reading=source)
+        return prepare_copy(
+            loader, self.overrides, source, outlet, strict=True, reading=source, generator=source.workers
+        )
 
 
 def with_source(**methods):
@@ -368,6 +384,92 @@ class IgnoresSetEpoch(Right):
     class overrides(Prepared):
         def set_epoch(self, epoch):
             pass
+
+
+class DrawsAlikeOnAllRanks(Right):
+    source = with_source(key_of_workers=lambda self, epoch: derive_seed(self.seed, epoch))
+
+
+class DrawsAlikeInAllEpochs(Right):
+    source = with_source(key_of_workers=lambda self, epoch: derive_seed(self.seed, self.index))
+
+
+class DrawsByRank(Right):
+    """Ranks of one shard train on the same samples, augmented differently."""
+
+    source = with_source(key_of_workers=lambda self, epoch: derive_seed(self.seed, epoch, rank()))
+
+
+def rank():
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
+class FollowsNoSampler(Right):
+    class source(Reading):
+        def batches(self, epoch):
+            if not self.shuffled and isinstance(self.sampler, BatchSampler):
+                return list(BatchSampler(range(self.size), self.sampler.batch_size, self.sampler.drop_last))
+            return super().batches(epoch)
+
+
+class ShufflesEverything(Right):
+    """Takes a sampler that draws some of the samples for one that draws all."""
+
+    class source(Reading):
+        def __init__(self, loader, shard, seed):
+            super().__init__(loader, shard, seed)
+            self.shuffled = isinstance(getattr(self.sampler, "sampler", None), RandomSampler)
+
+
+class SkipsNothing(Right):
+    class overrides(Prepared):
+        def behind(self, batches):
+            return super().behind(0)
+
+
+class SkipsFromTheState(Right):
+    """Leaves out batches behind a state that was loaded, and so leaves out twice."""
+
+    source = with_source(first=lambda self: self.origin.behind)
+
+
+class SkipsBesideTheEpochs(Right):
+    """The loader itself reads the epoch again of which a copy has left out batches."""
+
+    class source(Reading):
+        def open(self, feed):
+            self.origin = self
+            return super().open(feed)
+
+
+class KeepsTheFirstState(Right):
+    """Knows one position for each epoch."""
+
+    class source(Reading):
+        noted = None
+
+        def position(self):
+            position = super().position()
+            if self.noted is None or self.noted["epoch"] != position["epoch"]:
+                self.noted = position
+            return self.noted
+
+
+class CountsFromTheResumption(Right):
+    """The position forgets what was read before the state that was loaded."""
+
+    class source(Reading):
+        def reads(self, progress):
+            before = progress.samples
+            for batch, remaining, rows, samples in super().reads(progress):
+                yield batch, remaining, rows, samples - before
+
+
+class LoadsOnlyIntoNewLoaders(Right):
+    class overrides(Prepared):
+        def load_state_dict(self, state):
+            if self.reading.epoch == 0 or state["length"] != len(self.dataset):
+                super().load_state_dict(state)
 
 
 class RaisesOnOneRank(Right):

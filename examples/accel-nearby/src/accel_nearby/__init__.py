@@ -53,7 +53,8 @@ class Nearby:
         if not isinstance(loader, PreparedLoader):  # which `prepare_copy` refuses
             _refuse_unserved(loader)
         epochs = Epochs(loader, shard, loader_seed(seed, number), self._block)
-        return prepare_copy(loader, NearbyLoader, epochs, Outlet(feed, device), strict=True, place=epochs.place)
+        outlet, own = Outlet(feed, device), {"place": epochs.place, "generator": epochs.workers}
+        return prepare_copy(loader, NearbyLoader, epochs, outlet, strict=True, **own)
 
 
 class NearbyLoader(PreparedLoader):
@@ -117,6 +118,7 @@ class Epochs:
         self.shuffled = type(self.sampler) is BatchSampler and isinstance(self.sampler.sampler, RandomSampler)
         self.shard, self.seed, self.block = shard, seed, block
         self.place = Place()
+        self.workers = torch.Generator()  # of which torch takes the seeds of workers
         self.skipped = 0
 
     def open(self, feed: Feed) -> SourceIteration:
@@ -126,7 +128,10 @@ class Epochs:
                 "even_batches=False was asked for, and Nearby always gives the ranks equally many batches. Leave it out, or "
                 "use another loader."
             )
-        progress = SourceProgress(self.place.next.epoch, self.place.next.samples)
+        following = self.place.next
+        self.workers.manual_seed(derive_seed(self.seed, following.epoch, self.shard.index))
+        # Batches that are left out are counted from the beginning of the epoch.
+        progress = SourceProgress(following.epoch, 0 if self.skipped else following.samples)
         return Iteration(self.place, self.reads(progress), progress)
 
     def reads(self, progress: SourceProgress) -> Iterator[IndexRead]:
@@ -223,4 +228,9 @@ def _refuse_unserved(loader: DataLoader[Any]) -> None:
         raise ValueError(
             f"{asked} that shuffles with replacement or with a generator of its own; Nearby's order comes from the seed of the "
             f"run. Use shuffle=True alone, and set_seed() before."
+        )
+    if isinstance(sampler, RandomSampler) and len(sampler) != len(loader.dataset):
+        raise ValueError(
+            f"{asked} whose RandomSampler draws {len(sampler)} samples, and Nearby shuffles all {len(loader.dataset)} of the "
+            f"dataset. Leave num_samples out, or give the loader a torch.utils.data.Subset."
         )

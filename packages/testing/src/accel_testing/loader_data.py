@@ -69,6 +69,13 @@ class Records(Numbers):
         }
 
 
+class Draws(Numbers):
+    """Each sample is a random number, as augmentation draws it."""
+
+    def __getitem__(self, index: int) -> int:
+        return int(torch.randint(2**62, ()))
+
+
 class Breaking(Numbers):
     """One of its samples raises."""
 
@@ -86,6 +93,19 @@ class Counting(IterableDataset[int]):
 
     def __iter__(self) -> Iterator[int]:
         yield from range(self.size)
+
+
+class Backwards:
+    """A user's sampler: from the last sample to the first."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.size - 1, -1, -1))
+
+    def __len__(self) -> int:
+        return self.size
 
 
 class GrowingBatches:

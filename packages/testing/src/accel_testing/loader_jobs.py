@@ -18,7 +18,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, RandomSampler
 
 from accel_core import World, set_seed
 from accel_core.api.component import gather_objects
@@ -207,6 +207,64 @@ def workers(subject: LoaderSubject) -> dict[str, list[list[int]]]:
     return found
 
 
+def draws(subject: LoaderSubject) -> dict[str, list[list[int]]]:
+    """What workers draw in two epochs: with a part for each rank, and where several read one."""
+    found = {}
+    for way, strategy in (("apart", None), ("in teams", data.Teams())):
+        accelerator = subject.reading(strategy)
+        loader = accelerator.prepare(DataLoader(data.Draws(8 * subject.ranks), batch_size=2, **WORKERS))
+        found[way] = [[draw for batch in local(loader) for draw in batch] for _ in range(2)]
+    return found
+
+
+def samplers(subject: LoaderSubject) -> dict[str, list[list[int]] | Raised]:
+    """What metrics count of two epochs by samplers of the user's, or how these were refused."""
+    numbers = data.Numbers(12 * subject.ranks)
+    made: dict[str, Any] = {
+        "from the end": data.Backwards(len(numbers)),
+        "a half at random": RandomSampler(numbers, num_samples=len(numbers) // 2),
+    }
+
+    def read(sampler: Any) -> list[list[int]]:
+        accelerator = subject.reading()
+        loader = accelerator.prepare(DataLoader(numbers, batch_size=3, sampler=sampler))
+        return [[sample for batch in loader for sample in counted(accelerator, batch)] for _ in range(2)]
+
+    return {name: tried(partial(read, sampler)) for name, sampler in made.items()}
+
+
+class Skipped(NamedTuple):
+    """An epoch of which batches were left out, and the one after it.
+
+    `whole`: the steps of both in an uninterrupted run; `length`: what `len()` said of the rest.
+    """
+
+    whole: list[list[list[int]]]
+    rest: list[list[int]]
+    length: int
+    following: list[list[int]]
+
+
+SKIPPED = 2
+"""Batches that are left out, of four."""
+
+
+def skipped(subject: LoaderSubject) -> dict[str, Skipped]:
+    """`skip_first_batches` in a new run, and in one that has loaded a state inside the epoch."""
+    samples, found = 16 * subject.ranks, {}
+    uninterrupted = Shuffled(subject, samples=samples)
+    whole = [uninterrupted.steps(), uninterrupted.steps()]
+    _, state = Shuffled(subject, samples=samples).left_after(1)
+    for name in ("in a new run", "after a state was loaded"):
+        run = Shuffled(subject, samples=samples)
+        if name.startswith("after"):
+            run.loader.load_state_dict(state)
+        rest = run.accelerator.skip_first_batches(run.loader, SKIPPED)
+        steps = [counted(run.accelerator, batch) for batch in rest]
+        found[name] = Skipped(whole, steps, len(rest), run.steps())
+    return found
+
+
 def structures(subject: LoaderSubject) -> list[tuple[Any, Any]]:
     """Batches of records, each with what plain torch collates of the same samples."""
     accelerator = subject.reading()
@@ -326,6 +384,35 @@ def _resumed(
     return Resumption(epochs, 0 if limit is None else 1, before, [resumed.epoch(), resumed.epoch()], over)
 
 
+def resumptions_again(subject: LoaderSubject) -> dict[str, Resumption]:
+    """Several states taken of one epoch, the last of them after it was resumed inside."""
+    samples = 16 * subject.ranks - 3
+    uninterrupted = Shuffled(subject, samples=samples)
+    epochs = [uninterrupted.epoch() for _ in range(4)]
+    first, counts, states = Shuffled(subject, samples=samples), [], []
+    for batch in first.loader:
+        counts.append(counted(first.accelerator, batch))
+        states.append(first.loader.state_dict())
+        if len(states) == 2:
+            break
+    second = Shuffled(subject, samples=samples)
+    second.loader.load_state_dict(states[1])
+    more, state = second.left_after(1)
+    taken = {
+        "for the second time in an epoch": ([*counts[0], *counts[1]], states[1]),
+        "in an epoch that was resumed": ([*counts[0], *counts[1], *more], state),
+    }
+    found = {}
+    for when, (before, state) in taken.items():
+        resumed = Shuffled(subject, samples=samples)
+        resumed.loader.load_state_dict(state)
+        found[when] = Resumption(epochs, 0, before, [resumed.epoch(), resumed.epoch()], over=False)
+    first.loader.load_state_dict(states[0])
+    after = [first.epoch(), first.epoch()]
+    found["before others, and loaded where it was taken"] = Resumption(epochs, 0, counts[0], after, over=False)
+    return found
+
+
 def resumption_with_workers(subject: LoaderSubject) -> Resumption:
     """A state that is taken while workers have fetched more than was yielded."""
     uninterrupted = Shuffled(subject, samples=16 * subject.ranks)
@@ -416,6 +503,6 @@ LoaderJob = Callable[[LoaderSubject], Any]
 
 JOBS: Sequence[LoaderJob] = (
     sequences, singles, sequences_in_teams, orders, orders_in_teams, structures, belongings, surroundings, windows,
-    growing, workers, resumptions, resumption_with_workers, carried_states, foreign_state, prepared_again, copies,
-    released, streams, broken,
+    growing, samplers, workers, draws, resumptions, resumptions_again, resumption_with_workers, carried_states,
+    foreign_state, skipped, prepared_again, copies, released, streams, broken,
 )  # fmt: skip

@@ -23,10 +23,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from itertools import combinations
 from typing import Any, ClassVar
 
 from accel_testing import loader_jobs
-from accel_testing.loader_data import BROKEN, CASES, Case
+from accel_testing.loader_data import BROKEN, CASES, Case, parts_of_teams
 from accel_testing.loader_jobs import LoaderJob, LoaderSubject, Reading, Resumption
 from accel_testing.shared_launch import Raised
 from accel_testing.suite import Suite, require
@@ -173,6 +174,48 @@ class LoaderSuite(Suite):
                     _compare_samples(epoch, list(range(12 * world)), f"With {way} on rank {rank}, metrics")
                     _require_equal(epoch, expected, f"Epoch {number} with {way} on rank {rank}")
 
+    def test_workers_draw_by_shard_and_epoch(self, world: int) -> None:
+        """Augmentation in workers differs by shard and epoch; ranks of one shard draw alike."""
+        facts = self._facts(loader_jobs.draws, world)
+        drawn = [
+            (f"rank {rank}, epoch {n}", draws)
+            for rank, fact in enumerate(facts)
+            for n, draws in enumerate(fact["apart"])
+        ]
+        for (where, draws), (other, others) in combinations(drawn, 2):
+            require(
+                not set(draws) & set(others),
+                f"Workers drew the same random numbers on {where} and on {other}. torch seeds them from the generator of the "
+                f"loader: give it one of its own, with the seed derive_seed(loader_seed(seed, number), epoch, shard.index).",
+            )
+        team = world // parts_of_teams(world)
+        for rank, fact in enumerate(facts):
+            first = rank // team * team
+            require(
+                fact["in teams"] == facts[first]["in teams"],
+                f"Ranks {first} and {rank} have one shard, and their workers drew other random numbers. Derive the seed of the "
+                f"workers from the index of the shard, and not from the rank.",
+            )
+
+    def test_a_sampler_of_the_users_own_is_followed_or_refused(self, world: int) -> None:
+        """Its order and its number of samples, or a `ValueError` that says so on every rank."""
+        size = 12 * world
+        for rank, found in enumerate(self._facts(loader_jobs.samplers, world)):
+            for name, epochs in found.items():
+                if isinstance(epochs, Raised):
+                    require(
+                        epochs.kind == "ValueError" and bool(epochs.message),
+                        f"A sampler of the user's ({name}) led to {_words(epochs)} on rank {rank}. Follow it, or raise a ValueError.",
+                    )
+                    continue
+                for epoch in epochs:
+                    follows = epoch == list(range(size))[::-1] or name != "from the end"
+                    require(
+                        follows and len(set(epoch)) == len(epoch) == (size if name == "from the end" else size // 2),
+                        f"A sampler of the user's ({name}) over {size} samples was read as {epoch} on rank {rank}. Follow it, or "
+                        f"raise a ValueError.",
+                    )
+
     def test_batches_keep_their_structure_on_the_device(self, world: int) -> None:
         """Dicts, tuples, texts and dtypes are as torch collates; tensors are on the device."""
         for rank, batches in enumerate(self._facts(loader_jobs.structures, world)):
@@ -211,6 +254,27 @@ class LoaderSuite(Suite):
         for rank, found in enumerate(self._facts(loader_jobs.resumptions, world)):
             for stop, resumption in found.items():
                 _check_resumption(resumption, f"A state taken {stop}, loaded on rank {rank}")
+
+    def test_each_state_of_an_epoch_is_right(self, world: int) -> None:
+        """The second one, one of a resumed epoch, and one that is loaded where it was taken."""
+        for rank, found in enumerate(self._facts(loader_jobs.resumptions_again, world)):
+            for when, resumption in found.items():
+                _check_resumption(resumption, f"A state taken {when}, loaded on rank {rank}")
+
+    def test_skipped_batches_are_left_out(self, world: int) -> None:
+        """By `skip_first_batches`, from the beginning of the epoch; the next one is whole."""
+        for rank, found in enumerate(self._facts(loader_jobs.skipped, world)):
+            for when, (whole, rest, length, following) in found.items():
+                expected = whole[0][loader_jobs.SKIPPED :]
+                require(
+                    rest == expected and length == len(expected),
+                    f"Of {whole[0]} {loader_jobs.SKIPPED} batches were to be left out {when}; on rank {rank} {rest} came, and len() "
+                    f"said {length}. `skipped` of the source counts from the beginning of the epoch.",
+                )
+                require(
+                    following == whole[1],
+                    f"After an epoch of which batches were left out {when}, the next one on rank {rank} is {following}, expected {whole[1]}.",
+                )
 
     def test_a_state_counts_what_was_yielded(self, world: int) -> None:
         """And not what workers have fetched beyond it."""

@@ -183,8 +183,8 @@ class HookSpecs:
             iterators report; the device for batches, or None; the run's seed; how many loaders came
             before (`loader_seed(seed, number)` gives each its order); the ranks of a global batch
             in shard order, None for all; the user's function that cuts batches, or None.
-        Returns: a loader of the same class, attributes and worker settings. `behind(batches)`
-            serves `skip_first_batches`; `state_dict()` and `load_state_dict(state)` resume.
+        Returns: a loader of the same class, attributes and workers, which draw by shard and epoch.
+            `behind(n)` serves `skip_first_batches`; `state_dict()`, `load_state_dict(state)` resume.
         Default: in a world of one, batches are placed and reported; a larger world raises.
         """
 
