@@ -55,6 +55,16 @@ class IgnoresNoSync(Right):
         yield
 
 
+class StaysInNoSync(Right):
+    """Leaves `no_sync` at the end of the block, and not where an error leaves it."""
+
+    @contextmanager
+    def holding_back(self, wrapper):
+        before, wrapper.held_back = wrapper.held_back, True
+        yield
+        wrapper.held_back = before
+
+
 class DecidesAtTheBackward(Right):
     """Asks whether the backward is inside `no_sync`, and forgets where its forward ran."""
 
@@ -116,10 +126,32 @@ class ReplacesParameters(Right):
     """Gives the model new parameters, and leaves the old ones in the optimizer."""
 
     def wrap(self, model, optimizers):
+        made = {old: nn.Parameter(old.detach().clone(), old.requires_grad) for old in model.parameters()}
         for module in model.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
-                setattr(module, name, nn.Parameter(parameter.detach().clone(), parameter.requires_grad))
+                setattr(module, name, made[parameter])
         return super().wrap(model, optimizers)
+
+
+class RepointsTheFirstOptimizer(ReplacesParameters):
+    """Gives the new parameters to the first of several optimizers alone."""
+
+    def wrap(self, model, optimizers):
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        wrapper = super().wrap(model, optimizers)
+        for group in (group for optimizer in optimizers[:1] for group in optimizer.param_groups):
+            group["params"][:] = [model.get_parameter(names[id(parameter)]) for parameter in group["params"]]
+        return wrapper
+
+
+class StepsTheFirstGroup(Right):
+    @hookimpl
+    def apply_step(self, optimizer, step):
+        every, optimizer.param_groups = optimizer.param_groups, optimizer.param_groups[:1]
+        try:
+            return step()
+        finally:
+            optimizer.param_groups = every
 
 
 class BreaksTies(Right):
@@ -165,6 +197,21 @@ class KeepsEachRanksWeights(Right):
         pass
 
 
+class KeepsEachRanksFrozenParts(Right):
+    def share(self, model):
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                dist.broadcast(parameter.data, src=0)
+        for buffer in model.buffers():
+            dist.broadcast(buffer, src=0)
+
+
+class KeepsEachRanksBuffers(Right):
+    def share(self, model):
+        for parameter in model.parameters():
+            dist.broadcast(parameter.data, src=0)
+
+
 class GivesEveryRankTheSameShard(Right):
     def shard(self, world):
         return Shard(0, world.size)
@@ -176,6 +223,24 @@ class ClipsPerRank(Right):
     @hookimpl
     def clip_gradients(self, parameters, max_norm, norm_type):
         return nn.utils.clip_grad_norm_(parameters[self.world.rank :: self.world.size], max_norm, norm_type)
+
+
+class IgnoresTheNormType(Right):
+    @hookimpl
+    def clip_gradients(self, parameters, max_norm, norm_type):
+        return nn.utils.clip_grad_norm_(parameters, max_norm)
+
+
+class ScalesSmallGradientsUp(Right):
+    """Gives gradients the largest norm, also where theirs is smaller."""
+
+    @hookimpl
+    def clip_gradients(self, parameters, max_norm, norm_type):
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        norm = nn.utils.get_total_norm(gradients, norm_type)
+        if max_norm != float("inf"):
+            torch._foreach_mul_(gradients, max_norm / norm)
+        return norm
 
 
 class IgnoresThePolicy(Right):

@@ -50,6 +50,20 @@ class FrozenBackbone(Net):
         self.backbone.requires_grad_(False)
 
 
+class InheritedNet(FrozenBackbone):
+    """Beside what is trained it has a frozen part, and a buffer that is drawn."""
+
+    scale: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.rand(FEATURES))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(batch, FEATURES) to (batch, 3)."""
+        return super().forward(x * self.scale)
+
+
 class TiedNet(nn.Module):
     """Encoder and decoder share one weight."""
 
@@ -105,8 +119,10 @@ def built(net: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
 
 
 def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.SGD:
-    """The optimizer of all comparisons."""
-    return torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.9)
+    """The optimizer of all comparisons, in two groups where there is more than one parameter."""
+    every = list(parameters)
+    groups = [{"params": group} for group in (every[::2], every[1::2]) if group]
+    return torch.optim.SGD(groups, lr=LEARNING_RATE, momentum=0.9)
 
 
 class PlainSGD:

@@ -9,6 +9,8 @@ loader for a larger world.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -24,7 +26,7 @@ from accel_core.api.component import gather_objects
 from accel_core.api.layouts import Elementwise, GradientState, Partial
 from accel_testing import models
 from accel_testing.models import Gradients, Net, State
-from accel_testing.shared_launch import Job, Raised, Subject, left_alive
+from accel_testing.shared_launch import Job, Raised, Subject, left_alive, tried
 
 if TYPE_CHECKING:
     from accel_core import Accelerator
@@ -143,7 +145,7 @@ def layout(subject: Subject) -> tuple[int, int, int, list[int]]:
 def start(subject: Subject) -> State:
     """The state of a model whose weights differ from rank to rank before it is prepared."""
     rank = World.current(cpu=subject.cpu).rank
-    return Loop(subject, seed=rank).state()
+    return Loop(subject, models.InheritedNet, seed=rank).state()
 
 
 def surroundings(subject: Subject) -> dict[str, bool]:
@@ -213,6 +215,16 @@ def held_back(subject: Subject) -> tuple[int, int, list[Gradients]]:
     found.append(loop.gradients())
     loop.backward(2)
     return loop.shard.index, loop.shard.count, [*found, loop.gradients()]
+
+
+def interrupted(subject: Subject) -> tuple[int, list[Gradients]]:
+    """Shards, and the gradients of a step after an error has left `no_sync`."""
+    loop = Loop(subject)
+    with contextlib.suppress(LookupError), loop.accelerator.no_sync(loop.model):
+        loop.loss(0)
+        raise LookupError("a sample is missing")
+    loop.backward(0)
+    return loop.shard.count, [loop.gradients()]
 
 
 def triggered(subject: Subject) -> tuple[int, list[Gradients]]:
@@ -325,23 +337,54 @@ def _trained_after(order: str, subject: Subject) -> State:
     return state_of(accelerator, model)
 
 
+def apart(subject: Subject) -> tuple[int, State | Raised]:
+    """Shards, and the state after two steps of two optimizers of one model, or how it was refused."""
+    accelerator = subject.accelerator()
+    net: Any = models.built(Net)
+
+    def train() -> State:
+        parts = [models.sgd(part.parameters()) for part in (net.backbone, net.head)]
+        model, *optimizers = accelerator.prepare(net, *parts)
+        for step in range(2):
+            x, y = (tensor.to(accelerator.device) for tensor in models.part(step, accelerator._layout.shard))
+            accelerator.backward(F.mse_loss(model(x), y))
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        return state_of(accelerator, model)
+
+    return accelerator._layout.shard.count, tried(train)
+
+
 MAX_NORM = 0.01
-CLIPPED = ("all parameters", "the head", "a generator", "beside a frozen backbone")
+CLIPPED: dict[str, tuple[float, float]] = {
+    "all parameters": (MAX_NORM, 2.0),
+    "the head": (MAX_NORM, 2.0),
+    "a generator": (MAX_NORM, 2.0),
+    "beside a frozen backbone": (MAX_NORM, 2.0),
+    "by the largest element": (MAX_NORM, math.inf),
+    "by a norm that they do not reach": (1000.0, 2.0),
+}
+"""Choices of what is clipped → `max_norm` and `norm_type`."""
 
 
-def clipped(subject: Subject) -> tuple[int, dict[str, tuple[float, Gradients]]]:
-    """Shards, and for each choice of parameters the norm and the gradients after clipping."""
-    found = {}
-    for choice in CLIPPED:
-        loop = Loop(subject, models.FrozenBackbone if choice == CLIPPED[3] else Net)
+def clipped(subject: Subject) -> tuple[int, dict[str, tuple[float, Gradients] | Raised]]:
+    """Shards, and for each choice the norm and the gradients after clipping, or a refusal."""
+    found: dict[str, tuple[float, Gradients] | Raised] = {}
+    for choice, (max_norm, norm_type) in CLIPPED.items():
+        loop = Loop(subject, models.FrozenBackbone if "frozen" in choice else Net)
         loop.backward(0)
         chosen: Any = list(loop.model.parameters())
         if choice == "the head":
             chosen = [value for name, value in loop.model.named_parameters() if "head." in name]
         elif choice == "a generator":
             chosen = (parameter for parameter in loop.model.parameters())
-        norm = loop.accelerator.clip_grad_norm_(chosen, MAX_NORM)
-        found[choice] = float(whole(norm)), loop.gradients()
+        try:
+            norm = loop.accelerator.clip_grad_norm_(chosen, max_norm, norm_type)
+        except ValueError as error:
+            found[choice] = Raised.by(error)
+        else:
+            found[choice] = float(whole(norm)), loop.gradients()
     return loop.shard.count, found
 
 
@@ -509,7 +552,7 @@ def left_open(subject: Subject) -> None:
 # surroundings: before another job has changed what it looks at.
 JOBS: tuple[Job, ...] = (
     surroundings, layout, start, two_backwards, accumulated, accumulated_in_sync, accumulated_by_hand, held_back,
-    triggered, backward_twice, token_window, uneven_window, trained, orders, clipped, clipped_in_open_window,
+    interrupted, triggered, backward_twice, token_window, uneven_window, trained, orders, apart, clipped, clipped_in_open_window,
     adversaries, evaluated, names, ties, prepared_again, buffers, precisions, released,
 )  # fmt: skip
 """The jobs that share a launch: each begins with an Accelerator of its own. `left_open` needs one for itself."""

@@ -70,8 +70,8 @@ class StrategySuite(Suite):
             )
 
     def test_training_starts_from_the_weights_of_rank_0(self, world: int) -> None:
-        """`prepare_model`: models that differ from rank to rank become one."""
-        expected = dict(models.built(models.Net, 0).state_dict())
+        """`prepare_model`: models that differ from rank to rank become one, with frozen parts and buffers."""
+        expected = dict(models.built(models.InheritedNet, 0).state_dict())
         for rank, state in _given(self._facts(strategy_jobs.start, world)):
             compare(state, expected, f"The state of rank {rank} after prepare()", "Broadcast it from rank 0", 0.0)
 
@@ -121,6 +121,10 @@ class StrategySuite(Suite):
             expected = _times(3, models.reference_gradients(range(3), count))
             compare(found[2], expected, f"The gradient of two micro-batches held back and one more, rank {rank}", MEAN)
 
+    def test_an_error_inside_no_sync_ends_it(self, world: int) -> None:
+        """A loop that catches it, as one for lack of memory, goes on with gradients of all ranks."""
+        self._check_windows(strategy_jobs.interrupted, world, [range(1)])
+
     def test_trigger_sync_in_backward_synchronises(self, world: int) -> None:
         """A backward inside it synchronises, although its forward ran inside `no_sync`."""
         self._check_windows(strategy_jobs.triggered, world, [range(1)])
@@ -163,16 +167,37 @@ class StrategySuite(Suite):
                     hint = 'If you replace parameters, re-point group["params"][:] of the optimizers that you are given'
                     compare(state, expected, f"The state of rank {rank} after two steps ({order})", hint)
 
+    def test_two_optimizers_of_one_model_train(self, world: int) -> None:
+        """Each its part of the parameters; or the second one is refused."""
+        for rank, (count, found) in enumerate(self._facts(strategy_jobs.apart, world)):
+            if isinstance(found, Raised):
+                require(
+                    found.kind in {"ValueError", "NotImplementedError"} and bool(found.message),
+                    f"Two optimizers of one model led to {found.text}on rank {rank}. Train by both, or raise a ValueError.",
+                )
+            elif found:
+                hint = "prepare_model() is given every optimizer that holds a parameter of the model"
+                compare(found, models.reference_state([[0], [1]], count), f"The state of rank {rank}", hint)
+
     def test_clipping_gives_the_norm_of_one_process(self, world: int) -> None:
-        """`clip_gradients` of all parameters, a subset, a generator, and beside a frozen part."""
+        """`clip_gradients` of all, a subset, a generator, beside a frozen part; the norm of `norm_type`."""
         for rank, (count, found) in enumerate(self._facts(strategy_jobs.clipped, world)):
-            for choice, (norm, gradients) in found.items():
+            for choice, fact in found.items():
+                _, norm_type = strategy_jobs.CLIPPED[choice]
+                if isinstance(fact, Raised):
+                    require(
+                        norm_type != 2 and "norm_type" in fact.message,
+                        f"clip_grad_norm_({choice}) raised on rank {rank}:\n{fact.text}\nA norm other than the Euclidean one may be "
+                        f"refused, by the name norm_type.",
+                    )
+                    continue
+                norm, gradients = fact
                 expected_norm, expected = _clipped_reference(choice, count)
                 error = abs(norm - expected_norm) / expected_norm
                 require(
                     error <= TOLERANCE,
                     f"clip_grad_norm_({choice}) returned {norm:.8f} on rank {rank}; in one process the norm is "
-                    f"{expected_norm:.8f}. clip_gradients() returns the norm before clipping, over all shards.",
+                    f"{expected_norm:.8f}. clip_gradients() returns the norm of norm_type={norm_type:g} before clipping, over all shards.",
                 )
                 compare(
                     gradients, expected, f"The gradients on rank {rank} after clipping {choice}", "Clip by that norm"
@@ -320,12 +345,11 @@ def _plus(first: Gradients, second: Gradients) -> Gradients:
 
 
 def _clipped_reference(choice: str, count: int) -> tuple[float, Gradients]:
-    frozen = choice == strategy_jobs.CLIPPED[3]
-    model = models.built(models.FrozenBackbone if frozen else models.Net)
+    model = models.built(models.FrozenBackbone if "frozen" in choice else models.Net)
     x, y = models.whole([0], count)
     torch.nn.functional.mse_loss(model(x), y).backward()
     chosen = [value for name, value in model.named_parameters() if choice != "the head" or name.startswith("head.")]
-    norm = torch.nn.utils.clip_grad_norm_(chosen, strategy_jobs.MAX_NORM)
+    norm = torch.nn.utils.clip_grad_norm_(chosen, *strategy_jobs.CLIPPED[choice])
     return float(norm), models.gradients(model)
 
 
