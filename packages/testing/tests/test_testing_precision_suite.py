@@ -48,6 +48,8 @@ GOES_ON = "test_training_goes_on_after_an_overflow"
 CLIPPED = "test_clipping_sees_the_gradients_of_the_plain_loss"
 UNSCALED = "test_unscaled_gradients_are_those_of_the_plain_loss"
 TWICE = "test_unscaling_twice_is_unscaling_once"
+TURNS = "test_optimizers_are_unscaled_each_for_itself"
+EACH = "test_optimizers_overflow_each_for_itself"
 OPEN = "test_in_an_open_window_nothing_is_unscaled"
 RESUMED = "test_a_run_that_is_loaded_goes_on_to_the_bit"
 REMEMBERED = "test_what_a_precision_remembers_is_loaded"
@@ -81,15 +83,18 @@ CAUGHT_BY = {
     wrong.AddsBuffers: {NAMES, PICKLED, WEIGHTS},
     wrong.LeavesAFunctionOnTheModel: {PICKLED},
     wrong.NeverUnscalesBeforeClipping: {CLIPPED, UNSCALED},
-    wrong.UnscalesAgain: {WINDOWS, DOWN},
+    wrong.UnscalesAgain: {WINDOWS, DOWN, TURNS},
+    wrong.UnscalesOneForAll: {TURNS},
+    wrong.ForgetsOthersAtAStep: {TURNS},
+    wrong.LooksAtTheFirstOptimizer: {EACH},
     # What is loaded, on all ranks, is what the first has saved.
     wrong.ScalesUnlikely: {RANKS, RESUMED, WEIGHTS},
-    wrong.SkipsOnOneRank: {LEFT_OUT, SCHEDULE, GOES_ON, RESUMED},
+    wrong.SkipsOnOneRank: {LEFT_OUT, SCHEDULE, GOES_ON, EACH, RESUMED},
     wrong.KeepsQuietAboutSkipping: {LEFT_OUT, SCHEDULE},
-    wrong.StepsWithoutTheOverflow: {LEFT_OUT},
-    wrong.NeverRecovers: {SCHEDULE, GOES_ON, RESUMED, REMEMBERED},
-    wrong.SkipsNow: {LOSSES, FINITE, RESUMED},
-    wrong.NeverSteps: {LOSSES, WINDOWS, DOWN, GOES_ON, TRAINS},
+    wrong.StepsWithoutTheOverflow: {LEFT_OUT, EACH},
+    wrong.NeverRecovers: {SCHEDULE, GOES_ON, EACH, RESUMED, REMEMBERED},
+    wrong.SkipsNow: {LOSSES, FINITE, TURNS, EACH, RESUMED},
+    wrong.NeverSteps: {LOSSES, WINDOWS, DOWN, GOES_ON, EACH, TRAINS},
     wrong.ForgetsItsState: {REMEMBERED},
     wrong.RemembersHalf: {RESUMED},
     wrong.SaysNothing: {EXPLAINED},

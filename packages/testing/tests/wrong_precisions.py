@@ -297,6 +297,51 @@ class UnscalesAgain(Right):
         return super().optimizer_step(optimizer, step)
 
 
+class UnscalesOneForAll(Right):
+    """Remembers that gradients were unscaled, and not of which optimizer."""
+
+    done = False
+
+    @hookimpl
+    def unscale_gradients(self, optimizer):
+        super().unscale_gradients(optimizer)
+        self.done = True
+
+    @hookimpl
+    def optimizer_step(self, optimizer, step):
+        self.unscaled = {id(optimizer)} if self.done else set()
+        result = super().optimizer_step(optimizer, step)
+        self.done = False
+        return result
+
+
+class ForgetsOthersAtAStep(Right):
+    """After a step no optimizer counts as unscaled."""
+
+    @hookimpl
+    def optimizer_step(self, optimizer, step):
+        try:
+            return super().optimizer_step(optimizer, step)
+        finally:
+            self.unscaled.clear()
+
+
+class LooksAtTheFirstOptimizer(Right):
+    """Decides for all optimizers of an iteration by the gradients of the first."""
+
+    found = None
+
+    @hookimpl
+    def scale_loss(self, loss):
+        self.found = None
+        return super().scale_loss(loss)
+
+    def overflows(self, optimizer):
+        if self.found is None:
+            self.found = super().overflows(optimizer)
+        return self.found
+
+
 class ScalesUnlikely(Right):
     """Divides by something else on each rank."""
 

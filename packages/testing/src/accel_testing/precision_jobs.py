@@ -30,6 +30,7 @@ from accel_testing.precision_observations import (
     Observed,
     Overflow,
     Refused,
+    Several,
     SideBySide,
     Trained,
     Unscaled,
@@ -79,8 +80,9 @@ class Run:
         mixed_precision: str | None = None,
         steps: int = 1,
         seed: int = 0,
+        accelerator: Accelerator | None = None,
     ) -> None:
-        self.accelerator = subject.accelerator(mixed_precision, gradient_accumulation_steps=steps)
+        self.accelerator = accelerator or subject.accelerator(mixed_precision, gradient_accumulation_steps=steps)
         self.shard = self.accelerator._layout.shard
         self.user_model: Any = models.built(Pupil, seed)
         optimizer = precision_models.sgd(self.user_model.parameters())
@@ -256,6 +258,50 @@ def unscaled(subject: PrecisionSubject) -> Unscaled:
     return Unscaled(count, once, twice, pending=kept[0], untouched=kept[1], closed=kept[3])
 
 
+def several(subject: PrecisionSubject) -> Several:
+    """Two models with an optimizer each, and what single ones do in the same steps."""
+    first = Run(subject)
+    second = Run(subject, seed=1, accelerator=first.accelerator)
+    alone = [Run(subject, seed=seed) for seed in (0, 1)]
+    for group in (group for run in (first, second, *alone) for group in run.optimizer.param_groups):
+        group["momentum"] = 0.0  # so that an update is as large as the gradient of its step
+    unscale, updates = first.accelerator.unscale_gradients, {}
+    for step, (moment, unscaled, order) in enumerate(_BY_TURNS):
+        before = [run.state() for run in (first, second, *alone)]
+        for run in (first, second, *alone):
+            run.backward(step)
+        for index in unscaled:
+            unscale((first, second)[index].optimizer)
+        for run in (*((first, second)[index] for index in order), *alone):
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+        sizes = [_distance(run.state(), old) for run, old in zip((first, second, *alone), before, strict=True)]
+        if moment:
+            updates[moment] = [(sizes[0], sizes[2]), (sizes[1], sizes[3])]
+    states = [[run.state() for run in (first, second)]]
+    for overflowing in (1, 0, None) if first.scales else ():
+        for index, run in enumerate((first, second)):
+            run.backward(len(states), overflows=index == overflowing)
+        for run in (first, second):
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+        states.append([run.state() for run in (first, second)])
+    return Several(updates, states)
+
+
+_BY_TURNS: tuple[tuple[str, Sequence[int], Sequence[int]], ...] = (
+    ("", (), (0, 1)),  # with which a dynamic scale finds its size
+    ("one was unscaled, and the other one stepped before it", (0,), (1, 0)),
+    ("both were unscaled before the first one stepped", (0, 1), (0, 1)),
+)
+"""Of each step: what was special, which optimizers are unscaled, and in which order they step."""
+
+
+def _distance(found: State, expected: State) -> float:
+    parts = [(found[name].double() - tensor.double()).norm() for name, tensor in expected.items()]
+    return float(torch.stack(parts).norm()) if parts else 0.0
+
+
 def resumed(subject: PrecisionSubject) -> tuple[Moment, Moment, Moment, Moment]:
     """A run as it was saved, and at its end; the same in a fresh Accelerator that has loaded it."""
     run = Run(subject)
@@ -427,7 +473,7 @@ def _ended_run(subject: PrecisionSubject) -> dict[str, object]:
 
 # observed: first, for a strategy may refuse.
 JOBS: tuple[PrecisionJob, ...] = (
-    observed, described, observed_evaluating, trained, accumulated, overflowed, clipped, unscaled, resumed,
+    observed, described, observed_evaluating, trained, accumulated, overflowed, clipped, unscaled, several, resumed,
     read_in_full, named, autocast, evaluated, explained, side_by_side, released,
 )  # fmt: skip
 """The jobs that share a launch: each begins with an Accelerator of its own."""

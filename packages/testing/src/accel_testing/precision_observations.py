@@ -88,6 +88,16 @@ class Unscaled:
 
 
 @dataclass(frozen=True)
+class Several:
+    """Two models with an optimizer each."""
+
+    # What was special in a step → for both optimizers how far it moved, and how far it moves a model by itself.
+    updates: dict[str, list[tuple[float, float]]]
+    # Where losses are scaled, of both models: before, after an overflow in the second, after one in the first, and after none.
+    states: list[list[State]]
+
+
+@dataclass(frozen=True)
 class Moment:
     """The state of a run at one moment."""
 

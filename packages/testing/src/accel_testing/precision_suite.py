@@ -296,6 +296,33 @@ class PrecisionSuite(Suite, _Declarations):
             what = f"The gradients on rank {rank}, unscaled twice and clipped to any norm"
             compare(fact.twice, fact.once, what, "They are unscaled once between two steps", TOLERANCE)
 
+    def test_optimizers_are_unscaled_each_for_itself(self, setting: Setting) -> None:
+        """In any order of unscaling and stepping, an update is as large as with one optimizer."""
+        for rank, fact in enumerate(self._facts(jobs.several, setting)):
+            for when, pairs in fact.updates.items():
+                for which, (found, expected) in zip(("first", "second"), pairs, strict=True):
+                    require(
+                        expected / 2 <= found <= expected * 2,
+                        f"Of two optimizers {when}: on rank {rank} the {which} one moved its model by {found:.3g}, and by itself it "
+                        f"moves it by {expected:.3g}. Remember for each optimizer whether its gradients were unscaled.",
+                    )
+
+    def test_optimizers_overflow_each_for_itself(self, setting: Setting) -> None:
+        """The one whose gradients are not finite is left out, whatever the other one does."""
+        for rank, fact in enumerate(self._facts(jobs.several, setting)):
+            if len(fact.states) == 1 or not fact.states[0][0]:
+                continue
+            before, second, first, after = fact.states
+            finite = all(bool(torch.isfinite(tensor).all()) for state in after for tensor in state.values())
+            kept = _same(second[1], before[1]) and _same(first[0], second[0])
+            moved = not _same(after[0], first[0]) and not _same(after[1], first[1])
+            require(
+                finite and kept and moved,
+                f"Of two optimizers the second one overflowed, then the first, then none. On rank {rank} the models are finite: "
+                f"{finite}; that of an overflow stayed as it was: {kept}; both went on: {moved}. Look at the gradients of each "
+                f"optimizer when it steps.",
+            )
+
     def test_in_an_open_window_nothing_is_unscaled(self, setting: Setting) -> None:
         """The pending gradients are parts of a sum, and the other parts need the same scale."""
         for rank, fact in enumerate(self._facts(jobs.unscaled, setting)):
