@@ -54,6 +54,7 @@ IMAGES = "test_images_come_back"
 TABLES = "test_tables_come_back"
 HISTOGRAMS = "test_histograms_come_back"
 FLUSHED = "test_what_was_flushed_can_be_read"
+LATE = "test_what_is_logged_after_a_flush_comes_back"
 END = "test_the_end_is_told"
 STATE = "test_the_state_is_json"
 RESUMED = "test_a_resumed_run_goes_on"
@@ -108,6 +109,7 @@ CAUGHT_BY = {
     wrong.TransposesTables: {TABLES},
     wrong.NormalisesHistograms: {HISTOGRAMS},
     wrong.MovesBins: {HISTOGRAMS},
+    wrong.FlushesOnce: {LATE},
     wrong.FlushesNothing: {FLUSHED},
     wrong.SaysThatItFinished: {END},
     wrong.LosesAllWhenItFails: {END, RESUMED},

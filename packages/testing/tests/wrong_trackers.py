@@ -335,6 +335,15 @@ class MovesBins(Right):
         super().log_histograms(moved, step)
 
 
+class FlushesOnce(Right):
+    flushed = False
+
+    def flush(self):
+        if not self.flushed:
+            super().flush()
+        self.flushed = bool(self.run.records)
+
+
 class FlushesNothing(Right):
     def flush(self):
         pass

@@ -144,6 +144,7 @@ class Scene:
         self._read("flushed", session, is_open=True)
         unknown = methodcaller("log", {given.UNKNOWN: 1.0}, given.LAST + 1, **{given.UNKNOWN: 1})
         session.attempt("unknown option", unknown)
+        session.attempt("late", *given.CALLS["late"])
         self._end("ended", session, failed=False)
 
     def _record_odd(self, root: Path) -> None:

@@ -125,6 +125,7 @@ LOGGED: dict[str, list[tuple[int, dict[str, Any]]]] = {
     "names": [(9, {"with space": 1.0, "with_space": 2.0, "nest": 3.0, "nest/name/deeper": 4.0, "größe/精度": 5.0})],
     "many": [(step, {"many": step / 8}) for step in range(10, 10 + MANY)],
     GOES_ON: [(step, {GOES_ON: float(step)}) for step in range(RESUMED_AT - 2, RESUMED_AT + 2)],
+    "late": [(LAST + 2, {"late": 0.5})],  # after a flush
     "steps": [(step, {"again": float(number)}) for number, step in enumerate([1030, 1030, 1025, LAST, 1028])],
 }
 LOGGED_RESUMED = [(step, {GOES_ON: -float(step)}) for step in range(RESUMED_AT, RESUMED_AT + 3)]

@@ -233,7 +233,7 @@ class TrackerSuite(Declarations):
         """Before the run is finished."""
         self._reject("flush")
         counts = [
-            {name: len(records) for name, records in self._read(moment).numbers.items() if name != given.UNKNOWN}
+            {name: len(records) for name, records in self._read(moment).numbers.items() if name not in (given.UNKNOWN, "late")}
             for moment in ("ended", "flushed")
         ]
         late = [
@@ -245,6 +245,10 @@ class TrackerSuite(Declarations):
             bool(counts[0]) and not late,
             f"After flush(), of the numbers that came back in the end, there were of {', '.join(late) or 'none'}.",
         )
+
+    def test_what_is_logged_after_a_flush_comes_back(self) -> None:
+        """A run goes on after `save_state`, which flushes."""
+        self._compare("late", "numbers")
 
     def test_the_end_is_told(self) -> None:
         """A run that failed is not shown as one that finished, and keeps its values."""
