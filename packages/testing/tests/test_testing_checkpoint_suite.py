@@ -62,6 +62,8 @@ CAUGHT_BY = {
     wrong.FillsOnlyWhatItComputesWith: {TO_THE_BIT, TAKEN_OVER},
     wrong.BeginsEveryPartAtTheFirstRow: TESTS - {WINDOW, "test_the_declarations_hold"},
     wrong.ForgetsTheOptimizer: {TO_THE_BIT, OPTIMIZER, GOES_ON, AGAIN},
+    wrong.ForgetsTheSecondGroup: {TO_THE_BIT, OPTIMIZER, GOES_ON, AGAIN},
+    wrong.RestoresOptionsOfOneGroup: {TO_THE_BIT, TAKEN_OVER, AGAIN},
     wrong.RestoresNoOptions: {TO_THE_BIT, TAKEN_OVER, AGAIN},
     wrong.HasNamesOfItsOwn: {WEIGHTS, OPTIMIZER, GOES_ON, TAKEN_OVER, AGAIN, BUFFERS, TIES},
     wrong.FindsEverythingFitting: {REFUSED},

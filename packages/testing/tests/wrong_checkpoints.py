@@ -50,6 +50,27 @@ class ForgetsTheOptimizer(Rows):
         return replace(super().optimizer_state(optimizer, names), entries={}, values={})
 
 
+class ForgetsTheSecondGroup(Rows):
+    """Has the state of the first group's parameters alone."""
+
+    @hookimpl
+    def optimizer_state(self, optimizer, names):
+        found = super().optimizer_state(optimizer, names)
+        kept = {name for group in found.groups[:1] for name in group["names"]}
+        entries = {key: entry for key, entry in found.entries.items() if key.rpartition("/")[0] in kept}
+        values = {name: value for name, value in found.values.items() if name in kept}
+        return replace(found, entries=entries, values=values)
+
+
+class RestoresOptionsOfOneGroup(Rows):
+    @hookimpl
+    def load_optimizer_state(self, optimizer, names, saved):
+        kept = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+        super().load_optimizer_state(optimizer, names, saved)
+        for group, options in list(zip(optimizer.param_groups, kept, strict=True))[1:]:
+            group.update(options)
+
+
 class RestoresNoOptions(Rows):
     @hookimpl
     def load_optimizer_state(self, optimizer, names, saved):
