@@ -233,7 +233,11 @@ class TrackerSuite(Declarations):
         """Before the run is finished."""
         self._reject("flush")
         counts = [
-            {name: len(records) for name, records in self._read(moment).numbers.items() if name not in (given.UNKNOWN, "late")}
+            {
+                name: len(records)
+                for name, records in self._read(moment).numbers.items()
+                if name not in (given.UNKNOWN, "late")
+            }
             for moment in ("ended", "flushed")
         ]
         late = [
