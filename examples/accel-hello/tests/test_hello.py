@@ -73,6 +73,19 @@ def test_weights_are_rounded_to_as_many_levels_as_the_bits_give():
     assert torch.equal(layer.weight.grad, torch.ones(8, 16))
 
 
+@pytest.mark.parametrize("prepare", ["prepare", "prepare_evaluation"])
+def test_a_model_that_was_freed_computes_with_its_own_weights(prepare):
+    layer, x = torch.nn.Linear(16, 8), torch.randn(4, 16)
+    model = torch.nn.Sequential(layer)
+    expected = model(x)
+    accelerator = Accelerator(cpu=True, mixed_precision=HelloRounding(bits=2))
+    accelerator.prepare_model(model, evaluation_mode=prepare == "prepare_evaluation")
+    accelerator.free_memory()
+    assert torch.equal(model(x), expected)
+    assert type(model[0]) is torch.nn.Linear
+    assert model[0].weight is layer.weight
+
+
 def test_bits_that_are_none_are_refused():
     with pytest.raises(ValueError, match=r"HelloRounding\(bits=1\): expected 2 to 16"):
         HelloRounding(bits=1)

@@ -60,6 +60,7 @@ TRAINS = "test_every_parameter_trains"
 AUTOCAST = "test_autocast_gives_the_compute_dtype"
 EXPLAINED = "test_explain_tells_what_holds"
 BESIDE = "test_two_precisions_live_side_by_side"
+FREED = "test_a_model_that_is_freed_is_the_users_again"
 ALIVE = "test_nothing_is_kept_alive"
 
 CAUGHT_BY = {
@@ -72,15 +73,16 @@ CAUGHT_BY = {
     wrong.ForgetsTheInput: {POLICY, EVALUATED},
     wrong.IsRefused: TESTS - {DECLARED, VALUE, AUTOCAST},  # all that prepares a model
     wrong.ForgetsEvaluation: {EVALUATED},
-    wrong.RoundsInTrainingOnly: {SAME},
-    wrong.ComputesOnItsOwn: {POLICY, EVALUATED},
+    wrong.RoundsInTrainingOnly: {SAME, FREED},
+    wrong.ComputesOnItsOwn: {POLICY, EVALUATED, FREED},
     wrong.SwitchesAutocastOn: {AUTOCAST, BESIDE},
     wrong.ConvertsForAll: {POLICY, EVALUATED, BESIDE},
-    wrong.ComputesTooNarrowly: {LOSSES, WINDOWS, CLIPPED, UNSCALED},
+    wrong.ComputesTooNarrowly: {LOSSES, WINDOWS, CLIPPED, UNSCALED, FREED},
     # A run that loads has copied other weights.
     wrong.DetachesParameters: {LOSSES, CLIPPED, UNSCALED, TRAINS, RESUMED},
-    wrong.WrapsModules: {CLIPPED, UNSCALED, NAMES, PICKLED, WEIGHTS},
-    wrong.AddsBuffers: {NAMES, PICKLED, WEIGHTS},
+    wrong.StaysWhenFreed: {FREED},
+    wrong.WrapsModules: {CLIPPED, UNSCALED, NAMES, PICKLED, WEIGHTS, FREED},
+    wrong.AddsBuffers: {NAMES, PICKLED, WEIGHTS, FREED},
     wrong.LeavesAFunctionOnTheModel: {PICKLED},
     wrong.NeverUnscalesBeforeClipping: {CLIPPED, UNSCALED},
     wrong.UnscalesAgain: {WINDOWS, DOWN, TURNS},

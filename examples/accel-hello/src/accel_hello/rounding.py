@@ -40,6 +40,14 @@ class HelloRounding(Precision):
                     setattr(parent, name, _Rounded.of(child, 2 ** (self._bits - 1) - 1))
                     self._converted += 1
 
+    @hookimpl
+    def revert_model(self, model: nn.Module) -> None:
+        """Puts the linear layers back, for a model that is freed computes as the user built it."""
+        for parent in list(model.modules()):
+            for name, child in list(parent.named_children()):
+                if type(child) is _Rounded:
+                    setattr(parent, name, child.plain())
+
     def details(self) -> Mapping[str, str]:
         """The dtypes, and how much was converted."""
         return {
@@ -58,6 +66,11 @@ class _Rounded(nn.Linear):
         rounded = cls.__new__(cls)
         vars(rounded).update(vars(layer), levels=levels)  # its parameters, its hooks, its mode
         return rounded
+
+    def plain(self) -> nn.Linear:
+        layer = nn.Linear.__new__(nn.Linear)
+        vars(layer).update({name: value for name, value in vars(self).items() if name != "levels"})
+        return layer
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight = self.weight.detach()

@@ -452,6 +452,21 @@ def side_by_side(subject: PrecisionSubject) -> SideBySide:
     return SideBySide(single.shard.index, single.shard.count, losses[0], alone, losses[1])
 
 
+def freed(subject: PrecisionSubject) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """What a freed model makes of a batch, and a plain one with its weights; None if sharded."""
+    run = Run(subject)
+    run.step(0)
+    user_model, state, (x, _) = run.user_model, run.state(), run.part(1)
+    if not run.accelerator._parts.strategy.replicates_parameters:
+        return None
+    run.accelerator.free_memory()
+    dtype = run.policy.param or torch.float32
+    plain: Any = models.built(Pupil, 1).to(x.device, dtype)
+    plain.load_state_dict(state)
+    with torch.no_grad():
+        return whole(user_model(x.to(dtype))["logits"]), whole(plain(x.to(dtype))["logits"])
+
+
 def released(subject: PrecisionSubject) -> list[str]:
     """The names of objects still alive after the end of a run and its last reference."""
     return left_alive(partial(_ended_run, subject))
@@ -474,6 +489,6 @@ def _ended_run(subject: PrecisionSubject) -> dict[str, object]:
 # observed: first, for a strategy may refuse.
 JOBS: tuple[PrecisionJob, ...] = (
     observed, described, observed_evaluating, trained, accumulated, overflowed, clipped, unscaled, several, resumed,
-    read_in_full, named, autocast, evaluated, explained, side_by_side, released,
+    read_in_full, named, autocast, evaluated, explained, side_by_side, freed, released,
 )  # fmt: skip
 """The jobs that share a launch: each begins with an Accelerator of its own."""

@@ -428,6 +428,17 @@ class PrecisionSuite(Suite, _Declarations):
                 f"Keep nothing in modules or classes.",
             )
 
+    def test_a_model_that_is_freed_is_the_users_again(self, setting: Setting) -> None:
+        """After `free_memory` it computes what a plain model computes with its weights."""
+        for rank, fact in enumerate(self._facts(jobs.freed, setting)):
+            if fact is not None:
+                error = _distance(*fact)
+                require(
+                    error <= TOLERANCE,
+                    f"What a model made of a batch after free_memory() on rank {rank} is off by {error:.1e} from what a plain model "
+                    f"makes of it with the same weights. Undo in revert_model() what convert_model() has done.",
+                )
+
     def test_nothing_is_kept_alive(self, setting: Setting) -> None:
         """All objects of a run that has ended are freed with its last reference."""
         for rank, alive in enumerate(self._facts(jobs.released, setting)):
