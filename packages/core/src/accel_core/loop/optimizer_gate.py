@@ -124,7 +124,9 @@ class OptimizerGate:
             self._check_backward()
             self._check_gradients(optimizer)
         if self.engine is not None:
-            step = _applied(self.engine, optimizer, step)
+            engine, own = self.engine, step
+            # A partial says that the step was given arguments.
+            step = partial(engine, optimizer, own) if isinstance(own, partial) else lambda: engine(optimizer, own)
         self._inside = True
         try:
             result = self._relay.optimizer_step(optimizer, step)
@@ -212,9 +214,10 @@ class OptimizerGate:
 
     def _checked(self, optimizer: Optimizer, argument: Any) -> Any:
         def closure() -> Any:
-            loss = argument()
+            loss, prepared = argument(), self.owner()
             self._check_gradients(optimizer)
-            return loss if (prepared := self.owner()) is None else prepared.mean_over_ranks(loss)
+            joins = self.accumulation.feed.joining
+            return loss if joins or prepared is None else prepared.mean_over_ranks(loss)
 
         return closure if callable(argument) else argument
 
@@ -261,11 +264,6 @@ def _warn_if_unprepared(optimizer: Optimizer, *_: object) -> None:
             _warned.add(optimizer)
             what = f"{type(optimizer).__name__} trains a prepared model, but was not prepared: it steps inside windows,"
             warnings.warn(f"{what} and on scaled gradients. Pass it to prepare().", stacklevel=level_of_the_user())
-
-
-def _applied(engine: Any, optimizer: Optimizer, own: Callable[[], Any]) -> Callable[[], Any]:
-    # A partial says that the step was given arguments.
-    return partial(engine, optimizer, own) if isinstance(own, partial) else lambda: engine(optimizer, own)
 
 
 def gate_of(optimizer: object) -> OptimizerGate | None:

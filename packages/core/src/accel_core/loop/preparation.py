@@ -170,9 +170,7 @@ class Prepared:
 
     def mean_over_ranks(self, loss: Any) -> Any:
         """What a closure returns to an optimizer, which may decide by it (LBFGS): on all ranks alike."""
-        joins = any(getattr(getattr(each, "_join_config", None), "enable", False) for each in self.trained())
-        is_loss = isinstance(loss, (float, torch.Tensor))  # closures may return anything, or nothing
-        if not is_loss or self._world.size == 1 or self.apart is not None or joins:
+        if self._world.size == 1 or self.apart is not None or not isinstance(loss, (float, torch.Tensor)):
             return loss
         return reduce_gather.reduce_tree(torch.as_tensor(loss), self._world, "mean")
 
