@@ -174,6 +174,8 @@ class InParts(InABuffer):
 
     @hookimpl
     def clip_gradients(self, parameters, max_norm, norm_type):
+        if norm_type == float("inf"):
+            raise ValueError("norm_type has to be finite: a sum over ranks gives no maximum.")
         wanted, found = set(map(id, parameters)), []
         for buffer in self.buffers.values():
             for name, parameter in buffer.named.items():

@@ -186,7 +186,7 @@ class LoaderSuite(Suite):
             require(
                 not set(draws) & set(others),
                 f"Workers drew the same random numbers on {where} and on {other}. torch seeds them from the generator of the "
-                f"loader: give it one of its own, with the seed derive_seed(loader_seed(seed, number), epoch, shard.index).",
+                f"loader: give it one of its own, seeded by accel_core.api.component.derive_seed from its seed, epoch and shard.index.",
             )
         team = world // parts_of_teams(world)
         for rank, fact in enumerate(facts):
