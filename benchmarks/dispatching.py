@@ -90,9 +90,9 @@ def counted(library: str, loader: Iterable[Sample], batches: int) -> dict[str, f
 
 def message_codes():
     """By these calls, ours carries several batches at once."""
-    from accel_data.batch_scatter import Mailbox
+    from accel_data.batch_scatter import BatchScatter
 
-    return {Mailbox.post.__code__, Mailbox.receive.__code__}
+    return {BatchScatter.post.__code__, BatchScatter.receive.__code__}
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """The benchmarks run: every row, one tiny round of it, without the peers. Nothing here depends on how long anything takes.
 
 What three of the rows count is tested in every run where it is made: one collective for `gather_for_metrics` in test_metrics.py, messages
-without pickles in test_data_mailbox.py and test_data_wire.py, and going on deep in a huge set in test_resume.py.
+without pickles in test_data_batch_scatter.py and test_data_wire.py, and going on deep in a huge set in test_resume.py.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from accel_big_model.module_tensors import (
     same_bits,
     set_module_tensor_to_device,
 )
-from accel_big_model.offloaded_parameter import NO_COMPILING, Away, AwayBuffer, module_path
+from accel_big_model.offloaded_parameter import NO_COMPILING, OffloadedBuffer, OffloadedParameter, module_path
 from accel_big_model.tied_weights import TiedWeights
 from accel_core.api.component import map_tensors
 
@@ -107,7 +107,9 @@ class AlignDevicesHook(ModelHook):
         self.nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         path = self._path = module_path(self.weights_map)
         self._away = {
-            name: self._tied.stand_in(f"{path}{name}", partial(Away.of, tensor, f"{path}{name}", self, name))
+            name: self._tied.stand_in(
+                f"{path}{name}", partial(OffloadedParameter.of, tensor, f"{path}{name}", self, name)
+            )
             for name, tensor in tensors.items()
         }
         for name, tensor in [*_each_name(module, True, self.place_submodules, persistent=False)]:
@@ -220,7 +222,7 @@ class AlignDevicesHook(ModelHook):
 
     def _place(self, module: nn.Module, name: str, value: torch.Tensor) -> None:
         away, by_address = self._away[name], self.tied_params_map if self.prefetcher is None else None
-        filled = away.filled(value) if isinstance(away, Away) and not by_address else None
+        filled = away.filled(value) if isinstance(away, OffloadedParameter) and not by_address else None
         if filled is None:
             device = self.execution_device or _CPU
             set_module_tensor_to_device(module, name, device, value=value, tied_params_map=by_address)
@@ -334,7 +336,7 @@ def _empty(module: nn.Module) -> str | None:
     """The name of a tensor of a module that has no value, and stands for none."""
     for table in (module._parameters, module._buffers):
         for name, tensor in table.items():
-            if tensor is not None and not isinstance(tensor, (Away, AwayBuffer)) and tensor.is_meta:
+            if tensor is not None and not isinstance(tensor, (OffloadedParameter, OffloadedBuffer)) and tensor.is_meta:
                 return name
     return None
 

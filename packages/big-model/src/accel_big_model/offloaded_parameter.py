@@ -94,7 +94,7 @@ class _Readable:
         return found
 
 
-class Away(_Readable, nn.Parameter):
+class OffloadedParameter(_Readable, nn.Parameter):
     """A weight on the meta device that raises when it is computed with.
 
     torch's CPU kernels do not all refuse tensors without memory: a matrix product with one gives
@@ -104,7 +104,7 @@ class Away(_Readable, nn.Parameter):
     @classmethod
     def of(cls, tensor: torch.Tensor, name: str, keeper: Keeper | None = None, own: str = "") -> torch.Tensor:
         """Stands for `tensor`, with its shape, dtype and attributes."""
-        kind = cls if isinstance(tensor, nn.Parameter) else AwayBuffer
+        kind = cls if isinstance(tensor, nn.Parameter) else OffloadedBuffer
         away = torch.Tensor._make_subclass(kind, tensor.detach().to("meta"), tensor.requires_grad)
         vars(away).update({STANDS_FOR: StandsFor(type(tensor), name, keeper, own), **vars(tensor)})
         return away
@@ -125,7 +125,7 @@ class Away(_Readable, nn.Parameter):
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """Stands for the same weight in a copy of the module; what is tied stays tied."""
         if id(self) not in memo:
-            memo[id(self)] = Away.of(self, "")
+            memo[id(self)] = OffloadedParameter.of(self, "")
             vars(memo[id(self)])[STANDS_FOR] = copy.deepcopy(vars(self)[STANDS_FOR], memo)
         copied: torch.Tensor = memo[id(self)]
         return copied
@@ -133,10 +133,10 @@ class Away(_Readable, nn.Parameter):
     __torch_function__ = classmethod(_refuse)
 
 
-class AwayBuffer(_Readable, torch.Tensor):
+class OffloadedBuffer(_Readable, torch.Tensor):
     """The same for a buffer."""
 
-    __deepcopy__ = Away.__deepcopy__
+    __deepcopy__ = OffloadedParameter.__deepcopy__
     __torch_function__ = classmethod(_refuse)
 
 

@@ -42,7 +42,7 @@ def set_up(world: World, explanation: Explanation) -> dict[str, Any]:
     return {**versions, "world": world_of, "components": explained["parts"], "options": explained["settings"]}
 
 
-def whereabouts(prepared: Prepared, accumulation: Accumulation, objects: Mapping[str, Any]) -> dict[str, Any]:
+def progress_of(prepared: Prepared, accumulation: Accumulation, objects: Mapping[str, Any]) -> dict[str, Any]:
     """The progress of a run, as JSON: backwards, the window, and positions of loaders, by states."""
     window = {"open": accumulation.open, "position": accumulation.position, "steps": accumulation.steps}
     positions = [_position(loader, objects[f"loader.{number}"]) for number, loader in enumerate(prepared.loaders)]

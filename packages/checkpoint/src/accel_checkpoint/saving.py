@@ -4,7 +4,7 @@ The order of things, each of which fails on all ranks or on none:
 
     begin      the main process makes the data folder; a taken place is refused before any write
     hooks      the user's own files go into the folder, and models may be left to them
-    portray    every rank says what it has; from that each knows who writes what
+    list       every rank says what it has; from that each knows who writes what
     write      every rank writes its file, or copies it to be written behind
     publish    the main process writes index and manifest, and only then removes the old data
 """
@@ -27,10 +27,19 @@ from accel_checkpoint.background import Job
 from accel_checkpoint.collective_steps import everywhere, exchange, on_each_rank, on_main_rank
 from accel_checkpoint.files.folder import Draft
 from accel_checkpoint.plan import plan
-from accel_checkpoint.record import whereabouts
+from accel_checkpoint.record import progress_of
 from accel_checkpoint.run_state import MODEL, Content, check_moment, collect, pending_gradients
 from accel_checkpoint.words import LINES
-from accel_checkpoint.writing import Portrait, Publication, Work, encode_objects, file_name, firsts, keep, portray
+from accel_checkpoint.writing import (
+    Inventory,
+    Publication,
+    Work,
+    encode_objects,
+    file_name,
+    firsts,
+    keep,
+    take_inventory,
+)
 from accel_core import CheckpointError
 from accel_core.api.component import broadcast_object, gather_objects
 
@@ -70,9 +79,9 @@ def save(run: Run, request: SaveRequest, background: Background) -> None:
     publishes = run.world.rank == members[0]
     try:
         left = _run_hooks(run, request) if hooked else []
-        work, portraits, content = _agree(run, draft, members, left)
+        work, inventories, content = _agree(run, draft, members, left)
         record = _record(run, request, left, shards, content)
-        publication = Publication(draft, record, portraits, request.published)
+        publication = Publication(draft, record, inventories, request.published)
         if request.mode is not None:
             mode = request.mode
             start = partial(background.start, work, draft.data, publication if publishes else None, members, mode)
@@ -101,9 +110,9 @@ def _save_lazily_alone(run: Run, request: SaveRequest, background: Background) -
         record = _record(run, request, (), [run.layout.shard.index], content)
 
         def prepare() -> Job:
-            portraits = [portray(content, encoded)]
-            work = _work_of(0, [0], portraits, content, {0: encoded})
-            return Job(work, Publication(draft, record, portraits, request.published))
+            inventories = [take_inventory(content, encoded)]
+            work = _work_of(0, [0], inventories, content, {0: encoded})
+            return Job(work, Publication(draft, record, inventories, request.published))
 
         background.start_alone(prepare, draft)
     except BaseException:
@@ -115,8 +124,8 @@ def _record(
     run: Run, request: SaveRequest, left: Sequence[int], shards: Sequence[int], content: Content
 ) -> dict[str, Any]:
     models = {"models": len(run.models()), "left_to_hooks": [f"{MODEL}.{number}" for number in left]}
-    stands = whereabouts(run.prepared, run.accumulation, content.objects)
-    return {**request.record, **stands, "shards": shards, **models}
+    progress = progress_of(run.prepared, run.accumulation, content.objects)
+    return {**request.record, **progress, "shards": shards, **models}
 
 
 def _compare_calls(run: Run, request: SaveRequest) -> tuple[bool, list[int]]:
@@ -199,8 +208,10 @@ def _call_hooks(request: SaveRequest, models: list[nn.Module], weights: list[Map
         )
 
 
-def _agree(run: Run, draft: Draft, members: Sequence[int], left: Sequence[int]) -> tuple[Work, list[Portrait], Content]:
-    """The work of this rank, the portraits of all ranks, and its content. A collective."""
+def _agree(
+    run: Run, draft: Draft, members: Sequence[int], left: Sequence[int]
+) -> tuple[Work, list[Inventory], Content]:
+    """The work of this rank, the inventories of all ranks, and its content. A collective."""
     found: list[tuple[Content, dict[str, Encoded]]] = []
     windows = everywhere(run.world, "to compare windows", lambda: _window(run))
     positions = [position for position, _ in windows]
@@ -211,39 +222,39 @@ def _agree(run: Run, draft: Draft, members: Sequence[int], left: Sequence[int]) 
         )
     gradients = pending_gradients(run) if any(pending for _, pending in windows) else {}
 
-    def portrait() -> Portrait:
+    def inventory() -> Inventory:
         _check_visible(draft, run.world.rank)
         content = collect(run, left)
         content.state.update(gradients)
         encoded = encode_objects(content)
         found.append((content, encoded))
-        return portray(content, encoded)
+        return take_inventory(content, encoded)
 
-    portraits = everywhere(run.world, "to know what all have", portrait)
-    _check_units(portraits)
+    inventories = everywhere(run.world, "to know what all have", inventory)
+    _check_units(inventories)
     content, encoded = found[0]
     rank, everyone = run.world.rank, len(members) == run.world.size
     encodings = {rank: encoded} if everyone else dict(enumerate(gather_objects([encoded], run.world)))
-    work = partial(_work_of, rank, members, portraits, content, encodings)
-    return on_each_rank(run.world, "to begin writing", work), portraits, content
+    work = partial(_work_of, rank, members, inventories, content, encodings)
+    return on_each_rank(run.world, "to begin writing", work), inventories, content
 
 
 def _work_of(
     rank: int,
     members: Sequence[int],
-    portraits: Sequence[Portrait],
+    inventories: Sequence[Inventory],
     content: Content,
     encodings: Mapping[int, Mapping[str, Encoded]],
 ) -> Work:
-    """The part of one of the `members`, who write all that the ranks have portrayed. No collective.
+    """The part of one of the `members`, who write all that the ranks have listed. No collective.
 
     `encodings` are the encoded objects by rank: its own, and others' where it writes these too.
     """
-    ranks, mine = range(len(portraits)), Work(file_name(rank))
+    ranks, mine = range(len(inventories)), Work(file_name(rank))
     everyone = len(members) == len(ranks)
-    for task in plan([each.claims for each in portraits], None if everyone else members)[rank]:
+    for task in plan([each.claims for each in inventories], None if everyone else members)[rank]:
         mine.add_task(task, content)
-    for unit, groups in firsts(portraits, ranks).items():
+    for unit, groups in firsts(inventories, ranks).items():
         for first, named in groups.items():
             holders = ranks if named == "all" else named
             writer = next((member for member in members if member in holders), members[0])
@@ -261,8 +272,8 @@ def _window(run: Run) -> tuple[int, bool]:
     return (window.position, window.backwards > 0) if window.open else (0, False)
 
 
-def _check_units(portraits: Sequence[Portrait]) -> None:
-    every = [set(portrait.digests) for portrait in portraits]
+def _check_units(inventories: Sequence[Inventory]) -> None:
+    every = [set(inventory.digests) for inventory in inventories]
     partial = {unit: [rank for rank, units in enumerate(every) if unit in units] for unit in set().union(*every)}
     lines = [f"{unit} on ranks {ranks}" for unit, ranks in sorted(partial.items()) if len(ranks) < len(every)]
     if lines:

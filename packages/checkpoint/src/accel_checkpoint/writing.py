@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from accel_checkpoint.run_state import Content
 
 
-class Portrait(NamedTuple):
+class Inventory(NamedTuple):
     """A rank's state for other ranks; by digests, what is the same on several is written once."""
 
     claims: Description
@@ -150,7 +150,7 @@ def _cloned(encoded: Encoded) -> Encoded:
     return Encoded(encoded.skeleton, {path: _copied(tensor) for path, tensor in encoded.tensors.items()})
 
 
-def portray(content: Content, encoded: Mapping[str, Encoded]) -> Portrait:
+def take_inventory(content: Content, encoded: Mapping[str, Encoded]) -> Inventory:
     """The description of this rank's state for the other ranks."""
     claims, aliases = {}, {}
     for name, entry in content.state.items():
@@ -158,28 +158,28 @@ def portray(content: Content, encoded: Mapping[str, Encoded]) -> Portrait:
             aliases[name] = entry.of
         else:
             claims[name] = Claim.of(entry)
-    return Portrait(claims, aliases, {unit: _digest(value) for unit, value in encoded.items()})
+    return Inventory(claims, aliases, {unit: _digest(value) for unit, value in encoded.items()})
 
 
-def firsts(portraits: Sequence[Portrait], members: Sequence[int]) -> dict[str, dict[int, list[int] | str]]:
+def firsts(inventories: Sequence[Inventory], members: Sequence[int]) -> dict[str, dict[int, list[int] | str]]:
     """The rank that writes each unit, for which ranks: the lowest of those with equal units."""
     found: dict[str, dict[int, list[int] | str]] = {}
-    units = dict.fromkeys(unit for rank in members for unit in portraits[rank].digests)
+    units = dict.fromkeys(unit for rank in members for unit in inventories[rank].digests)
     for unit in units:
         groups: dict[str, list[int]] = {}
         for rank in members:
-            digest = portraits[rank].digests.get(unit)
+            digest = inventories[rank].digests.get(unit)
             if digest is not None:
                 groups.setdefault(digest, []).append(rank)
         found[unit] = {ranks[0]: "all" if len(groups) == 1 else ranks for ranks in groups.values()}
     return found
 
 
-def index_of(portraits: Sequence[Portrait], written: Sequence[Written]) -> Index:
+def index_of(inventories: Sequence[Inventory], written: Sequence[Written]) -> Index:
     """The index of what all ranks have written."""
     tensors: dict[str, dict[str, Any]] = {}
-    for portrait in portraits:
-        for name, claim in portrait.claims.items():
+    for inventory in inventories:
+        for name, claim in inventory.claims.items():
             if name not in tensors:
                 form = {"shape": list(claim.shape), "dtype": claim.dtype.removeprefix("torch.")}
                 tensors[name] = {"kind": claim.kind, **({} if claim.kind == "opaque" else form), "parts": []}
@@ -190,7 +190,7 @@ def index_of(portraits: Sequence[Portrait], written: Sequence[Written]) -> Index
         for unit, entries in each.objects.items():
             objects.setdefault(unit, []).extend(entries)
     files = {each.file.name: each.file for each in written if each.file is not None}
-    aliases = {alias: name for portrait in portraits for alias, name in portrait.aliases.items()}
+    aliases = {alias: name for inventory in inventories for alias, name in inventory.aliases.items()}
     return Index(files, tensors, aliases, objects)
 
 
@@ -200,12 +200,12 @@ class Publication:
 
     draft: Draft
     record: Mapping[str, Any]
-    portraits: Sequence[Portrait]
+    inventories: Sequence[Inventory]
     published: Callable[[], None] = lambda: None  # is called afterwards
 
     def publish(self, written: Sequence[Written]) -> None:
         """Makes it its folder's checkpoint, from what the members have written, by rank."""
-        index = index_of(self.portraits, written)
+        index = index_of(self.inventories, written)
         record = index.write(self.draft.data)
         sizes = {name: stored.nbytes for name, stored in index.files.items()}
         created = datetime.now(timezone.utc).isoformat(timespec="seconds")

@@ -2,7 +2,7 @@
 
 A message to one receiver is a row of words of 64 bits and, aligned, the bodies:
 
-    words of the mailbox | words of the encoder | tensor | tensor | pickle | …
+    words of the scatter | words of the encoder | tensor | tensor | pickle | …
 
 What repeats, the *structure* (containers, keys, dtypes, numbers of dimensions), is pickled when it
 is new, and a number from then on. Whatever is no plain tensor is pickled, all of it together, once

@@ -41,12 +41,12 @@ Message = tuple[list[int], Sequence[Body]]
 """All words but the first, and the bodies."""
 
 
-class Mailbox:
+class BatchScatter:
     """Carries batches from rank 0 of a group (None: of all) to each other rank, to each its own.
 
     Rank 0 calls `post` or `post_error` as often as each of the others calls `receive`; each call is
     a collective. In a group of one, posting does nothing. An error on either side leaves the
-    mailbox in order for the next message.
+    scatter in order for the next message.
     """
 
     def __init__(self, world: World, group: ProcessGroup | None = None) -> None:

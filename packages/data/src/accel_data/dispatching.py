@@ -19,7 +19,7 @@ import torch
 from accel_core import Rows, World
 from accel_core.api.component import derive_seed, flatten
 from accel_core.api.loader import Positions, length_of
-from accel_data.batch_scatter import Mailbox
+from accel_data.batch_scatter import BatchScatter
 from accel_data.batch_split import Part, Sharing
 from accel_data.loader_state import EpochOpening, EpochProgress, Epochs, Start
 from accel_data.map_source import EpochSource
@@ -66,15 +66,15 @@ class Line:
 
     def __init__(self, group: ProcessGroup | None) -> None:
         self._group = group
-        self._mailbox: Mailbox | None = None
+        self._scatter: BatchScatter | None = None
         self._serial = 0
 
-    def open(self) -> tuple[Mailbox, int]:
-        """The mailbox, and the number of the iteration that begins; both are equal on all ranks."""
-        if self._mailbox is None:
-            self._mailbox = Mailbox(World.current(), self._group)
+    def open(self) -> tuple[BatchScatter, int]:
+        """The scatter, and the number of the iteration that begins; both are equal on all ranks."""
+        if self._scatter is None:
+            self._scatter = BatchScatter(World.current(), self._group)
         self._serial += 1
-        return self._mailbox, self._serial
+        return self._scatter, self._serial
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Line:
         return Line(self._group)
@@ -177,15 +177,15 @@ class DispatchSource:
         passage = outlet.feed.enter(outlet)
         opening.start()
         progress = opening.progress
-        mailbox, serial = self._line.open()
+        scatter, serial = self._line.open()
         before = None if self.skipped else progress.samples
         if self._synchronise is not None:
             self._synchronise([])
         try:
             for arrived in (
-                self._posted(loaded, outlet.feed, mailbox, serial)
+                self._posted(loaded, outlet.feed, scatter, serial)
                 if self.shard.index == 0
-                else self._received(mailbox, serial)
+                else self._received(scatter, serial)
             ):
                 placed, rows = outlet.placed(arrived.batch, arrived.rows, arrived.remaining)
                 passage.advance(arrived.remaining, rows, self._positions(arrived, before))
@@ -206,7 +206,7 @@ class DispatchSource:
             return None
         return Positions(before + self.shard.index * rows.rows, rows.rows)
 
-    def _posted(self, loaded: Start, feed: Feed, mailbox: Mailbox, serial: int) -> Iterator[Arrived]:
+    def _posted(self, loaded: Start, feed: Feed, scatter: BatchScatter, serial: int) -> Iterator[Arrived]:
         """Reads, and posts block by block; yields this rank's own."""
         steps = Ahead(self._shared(loaded, feed), feed.lookahead)
         limit, sequence, last = 1, 0, False
@@ -214,19 +214,19 @@ class DispatchSource:
             try:
                 block = steps.block(limit)
             except Exception as error:
-                mailbox.post_error(error)
+                scatter.post_error(error)
                 raise
             last = steps.ended
             parts = [_items(block, rank) for rank in range(self.shard.count)]
-            mailbox.post(serial, sequence, [_LAST if last else _MORE, self._name], parts)
+            scatter.post(serial, sequence, [_LAST if last else _MORE, self._name], parts)
             for (batch, numbers), (step, _) in zip(parts[0], block, strict=True):
                 yield _arrived(batch, numbers, step.extras)
             limit, sequence = min(2 * limit, BLOCK), sequence + 1
 
-    def _received(self, mailbox: Mailbox, serial: int) -> Iterator[Arrived]:
+    def _received(self, scatter: BatchScatter, serial: int) -> Iterator[Arrived]:
         sequence, more = 0, _MORE
         while more == _MORE:
-            (more, name), items = mailbox.receive(serial, sequence)
+            (more, name), items = scatter.receive(serial, sequence)
             if name != self._name:
                 raise RuntimeError(
                     "The ranks iterate over different loaders: this rank asked for a batch of one, and the rank that reads the "

@@ -31,7 +31,7 @@ from accel_checkpoint.run_state import (
     Content,
     within,
 )
-from accel_checkpoint.writing import Portrait, Publication, Work, file_name
+from accel_checkpoint.writing import Inventory, Publication, Work, file_name
 from accel_core.api.checkpoint import WHOLE
 from accel_core.api.layouts import Alias, Elementwise, State
 
@@ -101,14 +101,14 @@ def write_foreign(foreign: ForeignCheckpoint, folder: Path, say: Say) -> None:
     """Writes a neutral checkpoint into a folder, part by part; publishes it when complete."""
     draft = Draft.begin(folder)
     try:
-        portraits, works = [], []
+        inventories, works = [], []
         for number, part in enumerate(foreign.parts):
             say(f"file {number + 1} of {len(foreign.parts)}")
-            portrait, work = work_of(foreign, number, part())
+            inventory, work = work_of(foreign, number, part())
             work.write(draft.data)
-            portraits.append(portrait)
+            inventories.append(inventory)
             works.append(work.written)
-        publication = Publication(draft, record_of(foreign), portraits)
+        publication = Publication(draft, record_of(foreign), inventories)
         publication.publish(works)
         publication.finish()
     except BaseException:
@@ -116,7 +116,7 @@ def write_foreign(foreign: ForeignCheckpoint, folder: Path, say: Say) -> None:
         raise
 
 
-def work_of(foreign: ForeignCheckpoint, number: int, part: Part) -> tuple[Portrait, Work]:
+def work_of(foreign: ForeignCheckpoint, number: int, part: Part) -> tuple[Inventory, Work]:
     """The content of a file, from a part; with that of the first all that is no tensor."""
     state = {name: entry for unit, entries in part.items() for name, entry in within(unit, entries).items()}
     aliases = {name: entry.of for name, entry in state.items() if isinstance(entry, Alias)}
@@ -131,7 +131,7 @@ def work_of(foreign: ForeignCheckpoint, number: int, part: Part) -> tuple[Portra
         work.written.tensors.setdefault(name, [])  # of an empty tensor nothing is written
     if number == 0:
         _add_objects(work, foreign)
-    return Portrait(claims, aliases, {}), work
+    return Inventory(claims, aliases, {}), work
 
 
 def _add_objects(work: Work, foreign: ForeignCheckpoint) -> None:

@@ -67,13 +67,13 @@ class OpenedForeign(Checkpoint):
         self._device = device
         self._open = ExitStack()
         self._readers = {}
-        portraits, written = [], []
+        inventories, written = [], []
         for number, part in enumerate(foreign.parts):
-            portrait, work = work_of(foreign, number, part())
-            portraits.append(portrait)
+            inventory, work = work_of(foreign, number, part())
+            inventories.append(inventory)
             written.append(work.written)
             self._readers[work.name] = _TensorReader(work.tensors)
-        self.index = index_of(portraits, written)
+        self.index = index_of(inventories, written)
         described = json.dumps([self.index.tensors, self.index.aliases, self.index.objects], sort_keys=True)
         digest = xxhash.xxh3_64_hexdigest(described.encode())
         self.manifest = Manifest(digest, "", FileRecord(0, ""), {}, record_of(foreign))

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from accel_core import World
 from accel_data.batch_codec import KEPT_STRUCTURES
-from accel_data.batch_scatter import MEMORY, Mailbox
+from accel_data.batch_scatter import MEMORY, BatchScatter
 from accel_testing.ranks import run_ranks
 
 
@@ -58,16 +58,16 @@ def everything_arrives(steps, with_subgroup):
     group = world.subgroup([1, 2]) if with_subgroup else None
     if with_subgroup and world.rank == 0:
         return 0
-    mailbox = Mailbox(world, group)
+    scatter = BatchScatter(world, group)
     for step in range(steps):
-        if mailbox.rank == 0:
-            mailbox.post(5, step, [step, -1], [[], *[batches_for(rank, step) for rank in range(1, mailbox.size)]])
+        if scatter.rank == 0:
+            scatter.post(5, step, [step, -1], [[], *[batches_for(rank, step) for rank in range(1, scatter.size)]])
         else:
-            words, items = mailbox.receive(5, step)
+            words, items = scatter.receive(5, step)
             assert words == [step, -1]
-            assert as_lists(items) == as_lists(batches_for(mailbox.rank, step)), step
-            assert [type(batch) for batch, _ in items] == [type(batch) for batch, _ in batches_for(mailbox.rank, step)]
-    return mailbox.size
+            assert as_lists(items) == as_lists(batches_for(scatter.rank, step)), step
+            assert [type(batch) for batch, _ in items] == [type(batch) for batch, _ in batches_for(scatter.rank, step)]
+    return scatter.size
 
 
 def test_each_rank_gets_its_own_batches_whatever_they_are():
@@ -80,7 +80,7 @@ def test_rank_zero_of_a_group_posts_to_its_members_only():
 
 def collectives_per_message():
     world = World.current(cpu=True)
-    mailbox = Mailbox(world)
+    scatter = BatchScatter(world)
     scatter, calls = dist.scatter, []
 
     def counting(tensor, *args, **kwargs):
@@ -90,9 +90,9 @@ def collectives_per_message():
     def message(step, content):
         calls.clear()
         if world.rank == 0:
-            mailbox.post(0, step, [], [[], [(content, [])] * 8])
+            scatter.post(0, step, [], [[], [(content, [])] * 8])
         else:
-            ((batch, _), *others) = mailbox.receive(0, step)[1]
+            ((batch, _), *others) = scatter.receive(0, step)[1]
             assert len(others) == 7
             assert as_lists(batch) == as_lists(content)
         return tuple(calls)
@@ -121,32 +121,32 @@ def test_a_message_is_one_collective_unless_it_grows_and_its_size_follows_what_i
 def failures():
     """Each message fails in its own way, and the next one arrives all the same. Returns the errors of this rank."""
     world = World.current(cpu=True)
-    mailbox = Mailbox(world)
+    scatter = BatchScatter(world)
     errors = []
 
     def works(step):
         content = {"x": torch.arange(3) + step, "name": str(step)}
         if world.rank == 0:
-            mailbox.post(1, step, [], [[], *[[(content, [])]] * 2])
+            scatter.post(1, step, [], [[], *[[(content, [])]] * 2])
         else:
-            ((batch, _),) = mailbox.receive(1, step)[1]
+            ((batch, _),) = scatter.receive(1, step)[1]
             assert as_lists(batch) == as_lists(content)
 
     def fails(step, *batches):
         try:
             if world.rank == 0:
-                mailbox.post(1, step, [], [[], *[[(batch, [])] for batch in batches]])
+                scatter.post(1, step, [], [[], *[[(batch, [])] for batch in batches]])
             else:
-                mailbox.receive(1, step)
+                scatter.receive(1, step)
         except Exception as error:
             errors.append((type(error), str(error)))
 
     def post_error(error):
         try:
             if world.rank == 0:
-                mailbox.post_error(error)
+                scatter.post_error(error)
             else:
-                mailbox.receive(1, 2)
+                scatter.receive(1, 2)
         except RuntimeError as raised:
             errors.append((type(raised), str(raised)))
 
@@ -159,11 +159,11 @@ def failures():
     works(4)
     if world.rank > 0:
         try:
-            mailbox.receive(2, 0)
+            scatter.receive(2, 0)
         except RuntimeError as error:
             errors.append((type(error), str(error)))
     else:
-        mailbox.post(1, 5, [], [[], *[[({"another": torch.zeros(1)}, [])]] * 2])
+        scatter.post(1, 5, [], [[], *[[({"another": torch.zeros(1)}, [])]] * 2])
     works(6)
     fails(7, {"fresh": torch.ones(1), "u": Unreadable()}, {"fresh": torch.ones(1), "u": Unreadable()})
     works(8)
@@ -195,14 +195,14 @@ def test_an_error_on_the_reading_rank_is_raised_on_all_and_the_mailbox_goes_on()
 
 def batches_received_in_inference_mode():
     world = World.current(cpu=True)
-    mailbox = Mailbox(world)
+    scatter = BatchScatter(world)
     batch = torch.ones(3, requires_grad=True)
     for step in range(2):
         with torch.inference_mode(step == 0):
             if world.rank == 0:
-                mailbox.post(0, step, [], [[], [(batch, [])]])
+                scatter.post(0, step, [], [[], [(batch, [])]])
                 continue
-            ((batch, _),) = mailbox.receive(0, step)[1]
+            ((batch, _),) = scatter.receive(0, step)[1]
         assert not batch.is_inference()
         assert not batch.requires_grad
     return True
@@ -213,13 +213,13 @@ def test_batches_that_arrive_in_inference_mode_can_be_trained_on_afterwards():
 
 
 def test_a_mailbox_of_one_rank_sends_nothing():
-    mailbox = Mailbox(World.current(cpu=True))
-    mailbox.post(0, 0, [], [[("anything", [])]])
-    mailbox.post_error(ValueError("for nobody"))
-    assert mailbox.size == 1
+    scatter = BatchScatter(World.current(cpu=True))
+    scatter.post(0, 0, [], [[("anything", [])]])
+    scatter.post_error(ValueError("for nobody"))
+    assert scatter.size == 1
 
 
 @pytest.mark.parametrize("call", [lambda box: box.receive(0, 0), lambda box: box.post(0, 0, [], [])])
 def test_a_call_that_does_not_fit_the_rank_is_a_mistake_of_the_caller(call):
     with pytest.raises(AssertionError, match="the others receive|one part per rank"):
-        call(Mailbox(World.current(cpu=True)))
+        call(BatchScatter(World.current(cpu=True)))
