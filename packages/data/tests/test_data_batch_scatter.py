@@ -81,11 +81,11 @@ def test_rank_zero_of_a_group_posts_to_its_members_only():
 def collectives_per_message():
     world = World.current(cpu=True)
     scatter = BatchScatter(world)
-    scatter, calls = dist.scatter, []
+    scatter_of_torch, calls = dist.scatter, []
 
     def counting(tensor, *args, **kwargs):
         calls.append(len(tensor))
-        return scatter(tensor, *args, **kwargs)
+        return scatter_of_torch(tensor, *args, **kwargs)
 
     def message(step, content):
         calls.clear()
@@ -104,7 +104,7 @@ def collectives_per_message():
         shrunk = [message(i, {"x": torch.arange(8)}) for i in range(2 * MEMORY)]
         empty = [message(i, {"x": torch.arange(2), "name": "a" * i}) for i in range(4)]
     finally:
-        dist.scatter = scatter
+        dist.scatter = scatter_of_torch
     return steady, grown, shrunk, empty
 
 
