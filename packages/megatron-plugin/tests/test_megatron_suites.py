@@ -59,6 +59,7 @@ TRAINS_NOTHING = (
     "test_every_part_of_the_data_is_read_once",
     "test_a_model_that_is_not_trained_can_be_called",
     "test_a_policy_holds_or_is_refused",
+    "test_two_optimizers_of_one_model_train",
 )
 """Tests of the suite of strategies that pass, for they prepare no model that is trained, or accept that it is refused."""
 
