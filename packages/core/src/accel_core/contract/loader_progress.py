@@ -122,13 +122,13 @@ class Feed:
         One that was entered since the last call counts alone: it runs inside of the others. None: nobody
         knows, or none has advanced since and none has ended, or ranks may end at different batches.
         """
-        live = [passage for ref in self._live if (passage := ref()) is not None]
-        latest = max((each.advanced for each in live), default=-1)
-        drawn = [each for each in live if each.advanced == latest]
-        inner = drawn[-1:] if drawn and drawn[-1].entered == latest else drawn
-        left = [(each.remaining, each.ahead) for each in inner if each.remaining is not None]
-        fewest = min([n if n < ahead else max(n, self.lookahead) for n, ahead in left], default=None)
-        is_new, self.step = latest == self.step, self.step + 1
+        live = [passage for ref in self._live if (passage := ref()) is not None and passage.advanced >= 0]
+        is_new, self.step = bool(live) and live[-1].advanced == self.step, self.step + 1
+        if len(live) > 1:
+            latest = live[-1].advanced  # what was entered after the one that advances is forgotten
+            live = live[-1:] if live[-1].entered == latest else [each for each in live if each.advanced == latest]
+        left = [n if n < each.ahead else max(n, self.lookahead) for each in live if (n := each.remaining) is not None]
+        fewest = min(left, default=None)
         return None if self.joining or not (is_new or fewest == 0) else fewest
 
     def current_rows(self) -> Rows | None:

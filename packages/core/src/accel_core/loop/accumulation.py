@@ -126,9 +126,10 @@ class Accumulation:
     def _resize_window(self, size: int) -> None:
         # A batch had several micro-batches; an earlier loop was left in the middle of a window and the loader that goes on is
         # shorter than the rest of it; or the caller closes it. What was accumulated weighs 1/before each, and is to weigh 1/size.
-        before, self.size = self.weight, size
-        if self.weight != before and (rescale := self._rescale()) is not None:
-            rescale(self.weight / before)
+        if size != self.size:
+            before, self.size = self.weight, size
+            if self.weight != before and (rescale := self._rescale()) is not None:
+                rescale(self.weight / before)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the window, between two micro-batches."""
