@@ -51,8 +51,8 @@ def dispatch_model(
 
     Args:
         device_map: name of a module, parameter or buffer → index of an accelerator, "cpu", "disk",
-            or a device. Every tensor lies in one; buffers that are not saved, else
-            in `main_device`.
+            or a device. Every tensor lies in one, but for buffers that are not saved: those that
+            lie in none go to `main_device`.
         main_device: None: the first accelerator in the map, else the CPU.
         state_dict: weights of what is on "cpu". None: the model's own.
         offload_dir: for what is on "disk": a folder of `offload_state_dict`, which is written if
