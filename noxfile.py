@@ -3,13 +3,14 @@
     nox -s tests                   what CI runs: style, types, the tests of all packages from their wheels, but for the longest
     nox -s full                    everything: the longest tests, every tracker's service, every set of packages, third parties
     nox -s oldest                  the tests of packages that ask for an older torch than we develop with, with that one
+    nox -s newest                  the tests of all packages with the newest torch
     nox -r -s tests -- core        the inner loop: only the tests of packages/core; what follows the names goes to pytest
     nox -l                         the other sessions
 
 Packages are found by globbing `packages/*`. They are tested as users get them: built into wheels and installed by path,
 with what they need of each other, in one pip command, so that pip never looks for them on an index. Every environment is
 built with `-c constraints.txt`, which says which torch it is, and runs one thread a process, because ranks share the cores;
-but for that of `oldest`, which constraints-oldest.txt describes.
+but for those of `oldest` and `newest`, which constraints-oldest.txt and constraints-newest.txt describe.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ TRAINING = [name for name in PACKAGES if name != METADATA]
 TOY_DEVICE = ROOT / "examples" / "accel-toydevice"
 """A part in C++, which is compiled against the torch that it meets, and a device for the whole process: a session of its own."""
 THIRD_PARTIES = [path.parent for path in sorted(ROOT.glob("examples/*/pyproject.toml")) if path.parent != TOY_DEVICE]
-CONSTRAINTS, OLDEST = "constraints.txt", "constraints-oldest.txt"
+CONSTRAINTS, OLDEST, NEWEST = "constraints.txt", "constraints-oldest.txt", "constraints-newest.txt"
 RECENT = {"deepspeed-plugin", "megatron-plugin", "compat"}
 """Packages that ask for the torch of constraints.txt: their tests have not passed with an older one."""
 QUICKSTART = "examples/quickstart.py"
@@ -156,13 +157,17 @@ def oldest(session: nox.Session) -> None:
 
     Its builds bring GPU libraries of several gigabytes, which are not used: what is tested are processes on CPUs.
     """
-    names, arguments = chosen(session)
-    with phase("installation"):
-        older = [name for name in TESTED if not RECENT.intersection(closure([name]))]
-        install(session, older, *GROUPS["test"], *EXAMPLES, constraints=OLDEST)
-    with phase("tests"):
-        hidden = {"CUDA_VISIBLE_DEVICES": "", **required(["tensorboard"])}
-        session.run("pytest", *SIDE_BY_SIDE, *folders(names or older), *arguments, env=hidden)
+    older = [name for name in TESTED if not RECENT.intersection(closure([name]))]
+    run_tests(session, older, GROUPS["test"], OLDEST)
+
+
+@nox.session
+def newest(session: nox.Session) -> None:
+    """The tests of all packages with the newest torch: when there is a new one, and before a release.
+
+    What a user gets who has none. As for `oldest`, GPU libraries of several gigabytes come with it.
+    """
+    run_tests(session, TESTED, TEST, NEWEST)
 
 
 @nox.session
@@ -478,6 +483,16 @@ def try_wheels(session: nox.Session, wheels: Sequence[str]) -> None:
 def required(services: Iterable[str]) -> dict[str, str]:
     """Has tests of trackers fail, instead of being skipped, where one of these is missing."""
     return {"ACCEL_SERVICES": ",".join(services)}
+
+
+def run_tests(session: nox.Session, packages: Sequence[str], requirements: Sequence[str], constraints: str) -> None:
+    """Runs the tests of packages with the torch of a constraints file, on CPUs; names after `--` narrow it."""
+    names, arguments = chosen(session)
+    with phase("installation"):
+        install(session, packages, *requirements, *EXAMPLES, constraints=constraints)
+    with phase("tests"):
+        hidden = {"CUDA_VISIBLE_DEVICES": "", **required(["tensorboard"])}
+        session.run("pytest", *SIDE_BY_SIDE, *folders(names or packages), *arguments, env=hidden)
 
 
 def check_style(session: nox.Session, *, silent: bool = False) -> None:

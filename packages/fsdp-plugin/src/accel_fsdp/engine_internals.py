@@ -1,12 +1,11 @@
 """Gradients that have not travelled, and other state of torch's engine that has no public name.
 
-All private attributes of `torch.distributed.fsdp` that this package uses are used here and in
-`torch_versions`. Tried with torch 2.9 and 2.13.
+All private attributes of `torch.distributed.fsdp` that this package uses are used here, in
+`torch_versions` and in `several_dtypes`. Tried with torch 2.9, 2.13, 2.14 and 2.15.
 """
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import replace
@@ -16,9 +15,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from accel_core.api.component import all_gather_single, reduce_scatter_single
+from accel_core.api.component import all_gather_single
+from accel_fsdp.several_dtypes import SeveralDtypes
 from accel_fsdp.sharding import local_of
-from accel_fsdp.torch_versions import param_groups
+from accel_fsdp.torch_versions import (
+    drop_held_gradient,
+    has_one_policy,
+    held_gradient,
+    is_gathered_once,
+    param_groups,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -52,12 +58,12 @@ def drop_held(cuts: Iterable[Any]) -> None:
     """Forgets them."""
     for cut in cuts:
         if held_gradient(cut) is not None:
-            cut.unsharded_accumulated_grad = cut._unsharded_param.grad = None
+            drop_held_gradient(cut)
 
 
 def gathered_parameters(model: nn.Module, cuts: Iterable[Any]) -> dict[str, torch.Tensor]:
     """The gathered parameters that the model shows while it computes, by name; never stepped."""
-    return _by_name(model, [(cut, cut._unsharded_param) for cut in cuts if _is_gathered_once(cut)])
+    return _by_name(model, [(cut, cut._unsharded_param) for cut in cuts if is_gathered_once(cut)])
 
 
 def is_gathered(tensor: torch.Tensor, cuts: Iterable[Any]) -> bool:
@@ -66,13 +72,13 @@ def is_gathered(tensor: torch.Tensor, cuts: Iterable[Any]) -> bool:
         return False
     memory = tensor.untyped_storage().data_ptr()
     return any(
-        local_of(cut._unsharded_param).untyped_storage().data_ptr() == memory for cut in cuts if _is_gathered_once(cut)
+        local_of(cut._unsharded_param).untyped_storage().data_ptr() == memory for cut in cuts if is_gathered_once(cut)
     )
 
 
 def parts_behind(cuts: Iterable[Any]) -> dict[int, torch.Tensor]:
     """The sharded parameters, which are stepped, by the `id` of the gathered ones."""
-    return {id(cut._unsharded_param): cut.sharded_param for cut in cuts if _is_gathered_once(cut)}
+    return {id(cut._unsharded_param): cut.sharded_param for cut in cuts if is_gathered_once(cut)}
 
 
 def clear(cuts: Iterable[Any], set_to_none: bool) -> None:
@@ -168,7 +174,8 @@ def gather_apart(model: nn.Module, world: World) -> None:
             if isinstance(group._all_gather_comm, GatherApart):
                 continue
             shapes = [(tuple(cut.sharded_param.shape), cut.sharded_param.dtype) for cut in group.fsdp_params]
-            number = zlib.crc32(repr([shapes, group.mp_policy.param_dtype]).encode()) % MOST_SIZES
+            gathered = [cut.mp_policy.param_dtype for cut in group.fsdp_params]
+            number = zlib.crc32(repr([shapes, gathered]).encode()) % MOST_SIZES
             shards = group._all_gather_process_group
             group._all_gather_comm = GatherApart(shards, world.group_beside(shards, f"units of size {number}"))
             world.close_before_end(group._all_gather_comm)
@@ -201,123 +208,23 @@ class GatherApart:
         self._groups = {}
 
 
-def expect_unfreezing(unit: nn.Module | list[nn.Module]) -> None:
-    """Has a unit that is frozen as a whole know its dtypes too, for the time when it is trained.
-
-    The engine looks once, at the first forward, and at trained parameters alone.
-    """
-    for group in param_groups(engine_state(unit[0] if isinstance(unit, list) else unit)):
-        group._init_mp_dtypes = partial(_init_dtypes, group, group._init_mp_dtypes)
-
-
-def _init_dtypes(group: Any, engines: Callable[[], None]) -> None:
-    engines()
-    if group._orig_dtype is None:
-        group._orig_dtype, group._reduce_dtype = group.fsdp_params[0].orig_dtype, group.fsdp_params[0].reduce_dtype
-
-
 def was_gathered(cuts: Iterable[Any]) -> bool:
     """Whether the tensors that parameters are gathered into have been made: they are made once."""
-    return all(map(_is_gathered_once, cuts))
+    return all(map(is_gathered_once, cuts))
 
 
 def gather_as_stored(unit: nn.Module | list[nn.Module], modules: Set[nn.Module]) -> None:
     """Has a unit gather what any of some modules has in its own dtype, with all other parameters."""
     for group in param_groups(engine_state(unit[0] if isinstance(unit, list) else unit)):
         kept = [cut for cut in group.fsdp_params if not modules.isdisjoint(_owners(cut))]
+        for cut in kept:
+            cut.mp_policy = replace(cut.mp_policy, param_dtype=None)
+        if not has_one_policy(group):
+            continue
         if len(kept) == len(group.fsdp_params):
             group.mp_policy = replace(group.mp_policy, param_dtype=None)
         elif group.mp_policy.param_dtype is not None:
             SeveralDtypes(group, kept)
-
-
-class SeveralDtypes:
-    """A unit's parameters are gathered in two dtypes, or its gradients have two, in one message.
-
-    torch gathers tensors of several dtypes as bytes, and refuses gradients of several. Those of the
-    kept parameters are put into the message, which has the dtype of the reduction, when the others
-    are there. In a window, what was held back has another dtype than what takes part for the first
-    time in the last backward, which then gets it too.
-
-    Args:
-        group: the engine's group of the unit's parameters.
-        kept: those that are gathered as they are stored, while the others are cast.
-    """
-
-    def __init__(self, group: Any, kept: Sequence[Any]) -> None:
-        self._group, self._kept = group, kept
-        self._init_dtypes, self._post_backward = group._init_mp_dtypes, group.post_backward
-        self._finalize = group.finalize_backward
-        self._places: list[tuple[int, int, torch.Tensor]] = []
-        self._sent: list[torch.Tensor] = []
-        self._message: torch.Tensor | None = None
-        group._init_mp_dtypes, group.post_backward = self.init_dtypes, self.post_backward
-        group.finalize_backward = self.finalize_backward
-        group._reduce_scatter_comm = self
-
-    def init_dtypes(self) -> None:
-        """Leaves the kept parameters in their dtype."""
-        self._init_dtypes()
-        for cut in self._kept:
-            cut.param_dtype = None
-
-    def post_backward(self, *unused: Any) -> None:
-        """Gives all gradients that travel one dtype, and notes which are to be put in exactly."""
-        group, self._message, self._places = self._group, None, []
-        if group.reduce_grads:
-            for cut in group.fsdp_params:
-                cut.accumulate_unsharded_grad_if_needed()
-            travel = [cut for cut in group.fsdp_params if _is_gathered_once(cut) and self._travels(cut)]
-            is_held = any(cut.unsharded_accumulated_grad is not None for cut in travel)
-            dtype = group._reduce_dtype if is_held else group.mp_policy.param_dtype
-            offset = 0
-            for cut in travel:
-                gradient, size = held_gradient(cut), cut.padded_sharded_param_size.numel()
-                if gradient is None:
-                    gradient = torch.zeros_like(cut._unsharded_param)
-                if gradient.dtype != dtype:
-                    cut._unsharded_param.grad = None
-                    if is_held:
-                        cut.unsharded_accumulated_grad = gradient.to(dtype)
-                    else:
-                        cut.unsharded_accumulated_grad = torch.empty_like(cut._unsharded_param, dtype=dtype)
-                        self._places.append((offset, size, cut._get_grad_inner_tensor(gradient)))
-                offset += size
-            self._sent += [gradient for _, _, gradient in self._places]  # another stream reads them
-        self._post_backward(*unused)
-
-    def finalize_backward(self) -> None:
-        """Lets go of what was put in: nothing reads it any more."""
-        self._finalize()
-        self._sent.clear()
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """The message of gradients; and then, when it is filled, what comes back."""
-        if self._message is None:
-            self._message = torch.empty(*size, dtype=dtype, device=device)
-            return self._message
-        ranks = self._message.numel() // math.prod(size)
-        message, self._message = self._message.view(ranks, -1), None
-        for offset, width, gradient in self._places:
-            flat = gradient.reshape(-1)
-            padded = torch.nn.functional.pad(flat, (0, ranks * width - flat.numel()))
-            message[:, offset : offset + width].copy_(padded.view(ranks, width))
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """Reduces, as torch does."""
-        return reduce_scatter_single(output_tensor, input_tensor, op, group, async_op)
-
-    def _travels(self, cut: Any) -> bool:
-        unused = self._group.reduce_scatter_unused_params and cut._unsharded_param.requires_grad
-        return unused or held_gradient(cut) is not None
 
 
 def engine_state(module: nn.Module) -> Any:
@@ -327,22 +234,9 @@ def engine_state(module: nn.Module) -> Any:
     return module._get_fsdp_state() if isinstance(module, FSDPModule) else None
 
 
-def held_gradient(cut: Any) -> torch.Tensor | None:
-    """The whole local gradient of one parameter that waits for a backward that synchronises."""
-    # The second has another dtype than the gradients of a backward: that in which they travel.
-    if not _is_gathered_once(cut):
-        return None
-    gradient: torch.Tensor | None = cut._unsharded_param.grad
-    return gradient if gradient is not None else cut.unsharded_accumulated_grad
-
-
 def _owners(cut: Any) -> list[nn.Module]:
     """The modules that have a parameter."""
     return [cut._module_info.module, *cut._module_info.shared_modules]
-
-
-def _is_gathered_once(cut: Any) -> bool:
-    return hasattr(cut, "_unsharded_param")
 
 
 def _by_name(model: nn.Module, found: Iterable[tuple[Any, torch.Tensor]]) -> dict[str, torch.Tensor]:

@@ -21,7 +21,6 @@ from accel_fsdp.engine_internals import (
     clear,
     cut_parameters,
     engine_state,
-    held_gradient,
     held_gradients,
     is_any_gathered,
     is_gathered,
@@ -31,7 +30,7 @@ from accel_fsdp.engine_internals import (
     was_interrupted,
 )
 from accel_fsdp.sharding import DTensorSharding, local_of
-from accel_fsdp.torch_versions import reset_iter_state
+from accel_fsdp.torch_versions import held_gradient, reset_iter_state
 
 if TYPE_CHECKING:
     from torch import nn

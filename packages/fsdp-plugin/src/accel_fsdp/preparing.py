@@ -32,7 +32,6 @@ from accel_core.api.strategy import (
 )
 from accel_fsdp.activation_checkpointing import checkpoint_units
 from accel_fsdp.engine_internals import (
-    expect_unfreezing,
     gather_apart,
     gather_as_stored,
     gathered_parameters,
@@ -46,7 +45,7 @@ from accel_fsdp.optimizers import carry, carrying
 from accel_fsdp.output_views import return_no_views
 from accel_fsdp.sharding import is_sharded
 from accel_fsdp.tensor_parallel import apply_plan
-from accel_fsdp.torch_versions import reduce_unused
+from accel_fsdp.torch_versions import expect_unfreezing, reduce_unused
 from accel_fsdp.unsharded_parameters import WholeParameters
 from accel_fsdp.validation import TRAVELS, check, check_dtypes, check_hooks, check_lookups
 from accel_fsdp.wrapping import check_ignored, check_wrap, describe_units, find_units, ignored_parameters

@@ -22,7 +22,7 @@ import torch
 from accel_core import DistributedType, Strategy, hookimpl
 from accel_core.api.layouts import Elementwise
 from accel_fsdp.clipping import clip
-from accel_fsdp.engine_internals import drop_held, held_gradient, parts_behind
+from accel_fsdp.engine_internals import drop_held, parts_behind
 from accel_fsdp.gathering import dtypes_asked_for
 from accel_fsdp.gradient_sync import NoSync, synchronisation_of, triggered
 from accel_fsdp.meta_init import Recipes
@@ -38,6 +38,7 @@ from accel_fsdp.preparing import (
 )
 from accel_fsdp.sharding import DTensorSharding, is_sharded
 from accel_fsdp.tensor_parallel import check_plan
+from accel_fsdp.torch_versions import held_gradient
 from accel_fsdp.validation import check_again, check_apart, check_late, check_policy
 from accel_fsdp.wrapping import Ignored, Wrap  # noqa: TC001  # the types of options are read at run time
 

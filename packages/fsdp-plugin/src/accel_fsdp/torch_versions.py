@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +19,48 @@ def param_groups(state: Any) -> list[Any]:
         groups: list[Any] = state._fsdp_param_groups
         return groups
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def has_one_policy(group: Any) -> bool:
+    """Whether all parameters of a group have one policy of dtypes; since torch 2.15, each has its own."""
+    return hasattr(group, "mp_policy")
+
+
+def expect_unfreezing(unit: nn.Module | list[nn.Module]) -> None:
+    """Has a unit that is frozen as a whole know its dtypes too, for the time when it is trained.
+
+    The engine looks once, at the first forward, and before torch 2.15 at trained parameters alone.
+    """
+    root: Any = unit[0] if isinstance(unit, list) else unit
+    for group in filter(has_one_policy, param_groups(root._get_fsdp_state())):
+        group._init_mp_dtypes = partial(_init_dtypes, group, group._init_mp_dtypes)
+
+
+def _init_dtypes(group: Any, engines: Callable[[], None]) -> None:
+    engines()
+    if group._orig_dtype is None:
+        group._orig_dtype, group._reduce_dtype = group.fsdp_params[0].orig_dtype, group.fsdp_params[0].reduce_dtype
+
+
+def is_gathered_once(cut: Any) -> bool:
+    """Whether the tensor that a parameter is gathered into has been made: it is made once."""
+    return hasattr(cut, "_unsharded_param")
+
+
+def held_gradient(cut: Any) -> torch.Tensor | None:
+    """The whole local gradient of one parameter that waits for a backward that synchronises."""
+    if not is_gathered_once(cut):
+        return None
+    gradient: torch.Tensor | None = cut._unsharded_param.grad
+    # Before torch 2.15, the second has another dtype than the gradients of a backward: that in which they travel.
+    return gradient if gradient is not None else cut.unsharded_accumulated_grad
+
+
+def drop_held_gradient(cut: Any) -> None:
+    """Forgets it."""
+    cut._unsharded_param.grad = None
+    if cut.unsharded_accumulated_grad is not None:  # of its own before torch 2.15
+        cut.unsharded_accumulated_grad = None
 
 
 def reduce_unused(model: nn.Module, reduce: bool) -> None:

@@ -28,6 +28,7 @@ import gc
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import socket
 import sys
@@ -65,6 +66,10 @@ _VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 
 _OF_A_RANK = ("accel", "torch.distributed", "__main__")
 """How the names of modules begin that hold what one rank has made."""
+
+
+_KEPT_AT_EXIT = re.compile(r"^nanobind: leaked .*", re.MULTILINE | re.DOTALL)
+"""What the library behind triton says, behind all else, of modules that `_keep_loaded` keeps."""
 
 
 def preload(*modules: str) -> None:
@@ -243,7 +248,7 @@ class _Rank:
             exit_code=self.exit_code,
             traceback=text,
             stacks=stacks,
-            output=self.output_file.read_text(errors="replace"),
+            output=_KEPT_AT_EXIT.sub("", self.output_file.read_text(errors="replace")),
         )
 
     def _state(self, returned: bool, text: str, limit: str) -> str:
