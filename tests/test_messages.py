@@ -102,7 +102,6 @@ ALLOWED = {
     # the user's model, in an example
     "broadcast_object",  # accel_core.collectives.reduce_gather, called by the library: a table of what the ranks called shows it
     "destroy_process_group",  # torch.distributed's; bare, so that those of its collectives which we lack are missed
-    "hook",  # what the user registers
     "swanlab.finish",
     "split_dataset_by_node",  # of datasets
     "loss_fn",  # an argument of `forward_backward`

@@ -146,10 +146,6 @@ HOSTILE = {
     "object: 40 GiB": (lambda folder: described(folder, a_large_object), "the bytes of 'large' from 0 to .* damaged"),
     "a shape that overflows": (lambda folder: described(folder, a_shape_that_overflows), "and not a list of sizes"),
     "colliding keys": (lambda folder: resealed(folder, colliding), "a dict of which more than 100 keys have one hash"),
-    "accumulation: a list": (object_is("accumulation", [1, 2]), f"{LIES}accumulation"),
-    "accumulation: a text": (says("accumulation", total_backwards="7"), f"{LIES}accumulation"),
-    "accumulation: of no length": (says("accumulation", open=True, position=0, size=0), f"{LIES}accumulation"),
-    "accumulation: before its begin": (says("accumulation", open=True, position=-1, size=4), f"{LIES}accumulation"),
     "random: a list": (object_is("random", [1, 2]), f"{LIES}random: TypeError"),
     "random: no torch": (says("random", torch=5), f"{LIES}random: TypeError"),
     "random: another python": (says("random", python={"version": 3, "state": 5, "gauss": None}), f"{LIES}random"),
@@ -235,7 +231,5 @@ def test_numbers_in_the_state_of_numpy_that_lead_out_of_it_are_refused():
     states = capture_random_state(None)
     name, keys, _, *rest = numpy.random.get_state()
     check_random_state(states, torch.device("cpu"))
-    with pytest.raises(
-        ValueError, match="of another kind|state position"
-    ):  # newer releases of numpy refuse it themselves
+    with pytest.raises(ValueError, match="state position of numpy is 1000000, and not 0 to 624"):
         check_random_state({**states, "numpy": (name, keys, 10**6, *rest)}, None)

@@ -418,7 +418,6 @@ def refusals(root):
     accelerator = training.accelerator
     training.step(STEPS)
     before = training.fingerprint()
-    hook = accelerator.register_save_state_pre_hook
     calls = {
         "pickled": lambda: accelerator.save_state(root / "a", safe_serialization=False),
         "unknown option of a save": lambda: accelerator.save_state(root / "a", max_shard_size="1GB"),
@@ -429,8 +428,6 @@ def refusals(root):
         "no folder to load": accelerator.load_state,
         "twice": lambda: accelerator.register_for_checkpointing(training.counter),
         "without state": lambda: accelerator.register_for_checkpointing(Counter(), Half(), 3),
-        "save hook": lambda: hook("hook"),
-        "load hook": lambda: accelerator.register_load_state_pre_hook(None),
         "no model": lambda: accelerator.save_model("model", root / "a"),
     }
     said = {name: timed(call) for name, call in calls.items()}
@@ -452,8 +449,6 @@ REFUSALS = {
     "no folder to load": r"ValueError: load_state\(\) was called without a folder, and checkpoints have no automatic names",
     "twice": r"ValueError: register_for_checkpointing\(\) was given a Counter that is registered already",
     "without state": r"ValueError: register_for_checkpointing\(\) takes .*: 1: a Half, 2: a int\. Give them these",
-    "save hook": r"TypeError: register_save_state_pre_hook\(hook\) was given a str, expected a function: hook\(models, wei",
-    "load hook": r"TypeError: register_load_state_pre_hook\(hook\) was given a NoneType, expected a function: hook\(models",
     "no model": r"save_model\(\) .*torch.nn.Module",
 }
 

@@ -188,15 +188,9 @@ def test_a_model_that_is_left_to_a_load_hook_alone_keeps_what_the_hook_gave_it(t
     assert value_of(model) == 5
 
 
-def test_what_is_no_function_or_puts_in_strangers_is_refused(tmp_path):
+def test_what_puts_in_strangers_is_refused(tmp_path):
     model = fill(Net(), 1)
     accelerator = prepared(model)
-    with pytest.raises(
-        TypeError, match=r"register_save_state_pre_hook\(hook\) was given a str, expected a function: hook\(mo"
-    ):
-        accelerator.register_save_state_pre_hook("hook")
-    with pytest.raises(TypeError, match=r"register_load_state_pre_hook\(hook\) was given a NoneType"):
-        accelerator.register_load_state_pre_hook(None)
     accelerator.save_state(tmp_path / "a")
     before = sorted(path.name for path in (tmp_path / "a").iterdir())
     handle = accelerator.register_save_state_pre_hook(lambda models, weights, _: weights.append({}))

@@ -20,7 +20,7 @@ import torch
 
 from accel_checkpoint.collective_steps import exchange
 from accel_core import CheckpointError
-from accel_core.api.checkpoint import Run, check_random_state, has_state, held_by, is_state
+from accel_core.api.checkpoint import Run, check_random_state, has_state, held_by
 from accel_core.api.component import capture_random_state, how_to_install
 from accel_core.api.layouts import Alias, Entry, Partial, State
 
@@ -157,19 +157,17 @@ def named_parameters(run: Run) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def check_value(name: str, value: Any, device: torch.device | None) -> None:
-    """Raises for random streams, or a place in a window, that no save leaves; others pass."""
-    why = "" if name != ACCUMULATION or is_state(value) else "it is of another kind"
+    """Raises for random streams that cannot be set, before anything is; other values pass."""
     if name == RANDOM:
         try:
             check_random_state(value, device)
         except CheckpointError:  # what is missing here: the value may be right
             raise
-        except Exception as error:  # noqa: BLE001  (whatever values of another kind bring about)
-            why = f"{type(error).__name__}: {error!s:.200}"
-    if why:
-        raise CheckpointError(
-            f"The checkpoint lies: its hashes hold, but no save_state() leaves such a value as its {name}: {why}. Load another checkpoint."
-        )
+        except Exception as error:
+            raise CheckpointError(
+                f"The checkpoint lies: its hashes hold, but no save_state() leaves such a value as its {name}: "
+                f"{type(error).__name__}: {error!s:.200}. Load another checkpoint."
+            ) from error
 
 
 def within(unit: str, state: State) -> dict[str, Entry]:

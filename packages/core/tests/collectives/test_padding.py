@@ -220,5 +220,3 @@ def test_a_batch_size_that_no_tensor_has_is_refused():
         ValueError, match=r"batch_size=4, dim=0\): no tensor has that many rows; the shapes are \[\[3, 2\]\]"
     ):
         pad_input_tensors([torch.ones(3, 2), "text"], 4, 2)
-    with pytest.raises(ValueError, match=r"pad_input_tensors\(num_processes=0\): pass the number of processes"):
-        pad_input_tensors(torch.ones(3), 3, 0)

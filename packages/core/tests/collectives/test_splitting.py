@@ -342,14 +342,6 @@ def test_an_index_that_is_no_integer_is_refused_in_any_world(index: Any) -> None
             PartialState.of(world_of(0, size)).on_process(process_index=index)
 
 
-def test_what_is_no_function_is_refused_with_the_way_to_write_it() -> None:
-    state = PartialState.of(world_of(0, 2))
-    with pytest.raises(TypeError, match=r"was given 1, a int, expected the function.*@accelerator\.on_process"):
-        state.on_process(1, process_index=0)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="below @classmethod"):
-        state.on_main_process(classmethod(who_runs))  # type: ignore[arg-type]
-
-
 def test_the_older_spelling_of_the_local_index_works_and_says_the_new_one() -> None:
     state = PartialState.of(world_of(0, 2))
     with pytest.warns(FutureWarning, match="local_process_idx= is an older.*Write local_process_index="):

@@ -235,14 +235,10 @@ def test_they_may_close_in_any_order(alone, handlers, order):
     assert signal.getsignal(signal.SIGUSR2) == handlers[signal.SIGUSR2]
 
 
-def test_signals_that_do_not_exist_are_refused_with_those_that_do(alone):
-    for given in ("SIGNAL", "TERM", 1000, -1, "SIGKILL"):
-        with pytest.raises(
-            ValueError, match=r"stop_on_signal\(.*no such signal that.* Pass one of these: SIGABRT, .*SIGTERM"
-        ) as e:
+def test_none_is_watched_beside_one_that_does_not_exist(alone):
+    for given, kind in (("TERM", KeyError), (1000, ValueError), (-1, ValueError)):
+        with pytest.raises(kind, match=str(given)):
             Preemption(alone).watch("SIGUSR2", given)
-        assert repr(given) in str(e.value)
-        assert "SIGKILL" not in str(e.value).partition("Pass")[2]
     assert signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL
 
 

@@ -97,15 +97,13 @@ def test_one_plugin_saves_loads_and_waits(plugins):
         Accelerator(cpu=True, plugins=plugins)
 
 
-def test_a_format_that_cannot_be_waited_for_writes_nothing_behind_and_says_where_it_wrote(tmp_path):
+def test_a_format_that_cannot_be_waited_for_writes_nothing_behind(tmp_path):
     accelerator = Accelerator(cpu=True, plugins=[SavesAndLoads()])
     with pytest.raises(
         ValueError,
         match=r"asynchronous='eager'\) was asked for, and the plugin 'SavesAndLoads'.*no wait_for_checkpoint",
     ):
         accelerator.save_state(tmp_path, asynchronous="eager")
-    with pytest.raises(TypeError, match="The hook save_checkpoint returned None, expected the folder as a text"):
-        accelerator.save_state(tmp_path)
     accelerator.end_training()
 
 

@@ -4,7 +4,7 @@ from accel_core.contract.default_components import PLACEMENT, CheckpointComponen
 from accel_core.contract.hook_specs import LAYOUT_HOOKS
 from accel_core.contract.tensor_layouts import WHOLE, OptimizerState, SavedEntry, SavedOptimizer, memory_of
 from accel_core.loading.index_source import has_state
-from accel_core.loop.accumulation import Accumulation, is_state
+from accel_core.loop.accumulation import Accumulation
 from accel_core.loop.optimizer_gate import held_by
 from accel_core.loop.preparation import Prepared, PreparedModel
 from accel_core.loop.run import Asynchronous, LoadHook, Run, SaveHook, names_of
@@ -17,5 +17,5 @@ __all__ = [
     "LAYOUT_HOOKS", "PLACEMENT", "TORCH_STREAM", "WHOLE", "Accumulation", "Asynchronous", "CheckpointComponent",
     "Explanation", "LoadHook", "OptimizerState", "Prepared", "PreparedModel", "Run", "SaveHook", "SavedEntry",
     "SavedOptimizer", "begin_random_state", "check_random_state", "find_default", "format_table", "has_state",
-    "held_by", "is_state", "memory_of", "names_of", "raising_line",
+    "held_by", "memory_of", "names_of", "raising_line",
 ]  # fmt: skip

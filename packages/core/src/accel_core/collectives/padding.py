@@ -58,10 +58,8 @@ def pad_input_tensors(tree: Tree, batch_size: int, num_processes: int, dim: int 
 
     `batch_size` is how many rows the batch has, in `dim`: tensors of another size there, and other
     leaves, stay. Returns the same structure, or `tree` itself if nothing is missing. `ValueError`
-    if there are no processes, or if no tensor has `batch_size` rows.
+    if no tensor has `batch_size` rows.
     """
-    if num_processes < 1:
-        raise ValueError(f"pad_input_tensors(num_processes={num_processes}): pass the number of processes, 1 or more.")
     missing = -batch_size % num_processes
     shapes = []
     full = 0

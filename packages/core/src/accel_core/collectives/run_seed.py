@@ -32,14 +32,10 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
             CUBLAS_WORKSPACE_CONFIG, unless it is set.
     """
     seed = operator.index(seed)
-    if not 0 <= seed < _TORCH_SEEDS:
-        raise ValueError(
-            f"set_seed({seed}) is out of range: torch takes seeds from 0 to 2**64 - 1. Pass one such as {seed % _TORCH_SEEDS}."
-        )
     if device_specific:
         seed = (seed + _rank()) % _TORCH_SEEDS
-    random.seed(seed)
     torch.manual_seed(seed)
+    random.seed(seed)
     if importlib.util.find_spec("numpy") is not None:
         importlib.import_module("numpy").random.seed(seed if seed < _NUMPY_SEEDS else derive_seed(seed) % _NUMPY_SEEDS)
     if deterministic:

@@ -26,11 +26,6 @@ _FOREVER = timedelta(days=365)  # stands for no timeout, for which backends have
 
 def only_where(applies: Callable[[], bool], function: Callable[..., Any]) -> Callable[..., Any]:
     """The function if `applies()` holds at the call; else it, or its coroutine, gives None."""
-    if not callable(function):
-        raise TypeError(
-            f"A decorator that chooses processes was given {function!r}, a {type(function).__name__}, expected the function: name "
-            f"the arguments, @accelerator.on_process(process_index=0), and put it below @classmethod or @property."
-        )
     if inspect.iscoroutinefunction(function):
 
         @functools.wraps(function)

@@ -6,7 +6,6 @@ as the same, for launchers often tell a rank twice. A later one does what it did
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import threading
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from accel_core.processes.world import World
 
 GRACE = 5.0  # seconds; more than launchers take to pass a signal on
-_NEVER_CAUGHT = {"SIGKILL", "SIGSTOP"}
 
 
 class Trigger:
@@ -69,7 +67,7 @@ class Preemption:
         weakref.finalize(self, _release, self._handlers).atexit = False  # an exit that has begun goes on
 
     def watch(self, *signals: signal.Signals | int | str) -> None:
-        """See `Accelerator.stop_on_signal`. Where it raises (in another thread, say), none is watched."""
+        """See `Accelerator.stop_on_signal`. Raises outside of the main thread."""
         for number in [_number(given) for given in signals or (signal.SIGTERM,)]:
             if number not in self._handlers:
                 self._handlers[number] = _Handler(number, self._arrived, self._grace)
@@ -154,11 +152,4 @@ def _release(handlers: dict[signal.Signals, _Handler]) -> None:
 
 
 def _number(given: signal.Signals | int | str) -> signal.Signals:
-    with contextlib.suppress(KeyError, ValueError):
-        number = signal.Signals[given] if isinstance(given, str) else signal.Signals(given)
-        if number.name not in _NEVER_CAUGHT:
-            return number
-    names = sorted({each.name for each in signal.Signals} - _NEVER_CAUGHT)
-    raise ValueError(
-        f"stop_on_signal({given!r}): no such signal that a process can catch here. Pass one of these: {', '.join(names)}."
-    )
+    return signal.Signals[given] if isinstance(given, str) else signal.Signals(given)

@@ -90,10 +90,7 @@ class CheckpointMethods(PreparationMethods):
                 what = f"save_state(asynchronous={asynchronous!r}) was asked for,"
                 raise ValueError(f"{what} and {saves.describe()} has no wait_for_checkpoint(). Leave asynchronous out.")
             self._world.arrive("save_state()")
-        folder = self._relay.save_checkpoint(self._run, output_dir, asynchronous)
-        if not isinstance(folder, str):
-            raise TypeError(f"The hook save_checkpoint returned {folder!r}, expected the folder as a text.")
-        return folder
+        return self._relay.save_checkpoint(self._run, output_dir, asynchronous)
 
     def load_state(
         self,

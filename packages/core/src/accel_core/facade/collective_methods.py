@@ -38,7 +38,7 @@ class CollectiveMethods(AcceleratorParts):
         """From now on a signal makes `should_stop` true, and ends no process. No collective.
 
         `signals` are such as "SIGUSR1"; none: SIGTERM. One that arrives 5 seconds after the first,
-        or later, does what it did before. Raises `ValueError` for what cannot be caught here.
+        or later, does what it did before. Raises for what cannot be caught here, as `signal` does.
         """
         self._preemption.watch(*signals)
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from accel_core.contract.loader_progress import Feed
 
-_NUMBERS = ("steps", "position", "size", "backwards", "total_backwards")  # of the state
+_STATE = ("open", "steps", "position", "size", "backwards", "total_backwards")
 
 
 class Accumulation:
@@ -133,7 +133,7 @@ class Accumulation:
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the window, between two micro-batches."""
-        return {name: getattr(self, name) for name in ("open", *_NUMBERS)}
+        return {name: getattr(self, name) for name in _STATE}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on where the state was taken: in its window, or with a new one."""
@@ -187,13 +187,6 @@ class Accumulation:
         A closing micro-batch's `zero_grad` may come first, before its step, or last, without one.
         """
         self._deferred.append(drop)
-
-
-def is_state(value: Any) -> bool:
-    """Whether `Accumulation.state_dict` can have given it."""
-    known = isinstance(value, dict) and type(value.get("open")) is bool
-    sound = known and all(type(value.get(name)) is int and value[name] >= 0 for name in _NUMBERS)
-    return sound and (not value["open"] or value["size"] > 0)
 
 
 @dataclass(slots=True)

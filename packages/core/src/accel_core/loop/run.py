@@ -91,11 +91,11 @@ class Run:
 
     def on_save(self, hook: SaveHook) -> RemovableHandle:
         """See `Accelerator.register_save_state_pre_hook`."""
-        return _registered(self.save_hooks, hook, "register_save_state_pre_hook(hook)", "models, weights, output_dir")
+        return _registered(self.save_hooks, hook)
 
     def on_load(self, hook: LoadHook) -> RemovableHandle:
         """See `Accelerator.register_load_state_pre_hook`."""
-        return _registered(self.load_hooks, hook, "register_load_state_pre_hook(hook)", "models, input_dir")
+        return _registered(self.load_hooks, hook)
 
     def _check_layout(self) -> None:
         if not (self.declares_layout or self.strategy.replicates_parameters):
@@ -116,9 +116,7 @@ def names_of(models: Mapping[int, nn.Module]) -> dict[int, str]:
     return found
 
 
-def _registered(hooks: OrderedDict[int, Any], hook: Any, call: str, arguments: str) -> RemovableHandle:
-    if not callable(hook):
-        raise TypeError(f"{call} was given a {type(hook).__name__}, expected a function: hook({arguments}).")
+def _registered(hooks: OrderedDict[int, Any], hook: Any) -> RemovableHandle:
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
     return handle

@@ -50,17 +50,15 @@ def restore_random_state(states: dict[str, Any], device: torch.device | None) ->
 
 def check_random_state(states: Any, device: torch.device | None) -> None:
     """Raises an error of any kind if `restore_random_state` would fail on these; sets nothing."""
-    python = states[PYTHON]
-    random.Random().setstate((python["version"], tuple(python["state"].tolist()), python["gauss"]))
-    torch.Generator().set_state(states[TORCH_STREAM])
-    if NUMPY in states:
-        _numpy().random.RandomState().set_state(states[NUMPY])
-    sound = isinstance(python["gauss"], (float, type(None))) and (NUMPY not in states or 0 <= states[NUMPY][2] <= 624)
-    if _has_stream(device) and device.type in states:
-        here, saved = torch.get_device_module(device.type).get_rng_state(device), states[device.type]
-        sound = sound and (saved.shape, saved.dtype, saved.device) == (here.shape, here.dtype, here.device)
-    if not sound:
-        raise ValueError("a number or a tensor among them is of another kind")
+    if NUMPY in states and not 0 <= states[NUMPY][2] <= 624:
+        raise ValueError(
+            f"the state position of numpy is {states[NUMPY][2]}, and not 0 to 624"
+        )  # numpy would read there
+    before = capture_random_state(device)
+    try:
+        restore_random_state(states, device)
+    finally:
+        restore_random_state(before, device)
 
 
 def begin_random_state(seed: int, rank: int, step: int, device: torch.device) -> None:
