@@ -129,3 +129,48 @@ def test_a_window_that_the_caller_closes_goes_on_inside_it(steps, tmp_path):
     again.end_training()
     for name, value in model.state_dict().items():
         assert torch.equal(resumed.state_dict()[name], value), name
+
+
+def beside_a_kept_iterator(folder, load):
+    """Where windows closed, and the weight: two loaders, the second one's iterator lasts over all epochs of the first."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    model = models.built(partial(torch.nn.Linear, 1, 1), 0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    real, noise = (
+        torch.utils.data.DataLoader(torch.randn(count * accelerator.num_processes, 1), batch_size=1)
+        for count in (6, 40)
+    )
+    model, optimizer, real, noise = accelerator.prepare(model, optimizer, real, noise)
+    if load:
+        accelerator.load_state(folder)
+    drawn, closing = None, []
+    for epoch in range(1 if load else 0, 3):
+        closing.append("")
+        for index, batch in enumerate(real, 3 if load and epoch == 1 else 0):
+            drawn = drawn or iter(noise)
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch + next(drawn)).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                closing[-1] += ".S"[accelerator.sync_gradients]
+            if (epoch, index) == (1, 2) and not load:
+                accelerator.save_state(folder)
+    return closing, [each.item() for each in accelerator.unwrap_model(model).parameters()]
+
+
+def saved_and_resumed_beside_a_kept_iterator(folder):
+    found = []
+    for load in (False, True):
+        torch.manual_seed(1)  # for the samples
+        found.append(beside_a_kept_iterator(folder, load))
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_epoch_beside_an_iterator_that_is_kept_over_several_ends_in_a_resumed_run_too(ranks, tmp_path):
+    for (closing, weights), (closing_resumed, weights_resumed) in run_ranks(
+        saved_and_resumed_beside_a_kept_iterator, ranks, tmp_path / "checkpoint"
+    ):
+        assert closing == ["...S.S"] * 3
+        assert closing_resumed == ["S.S", "...S.S"]
+        assert weights_resumed == weights

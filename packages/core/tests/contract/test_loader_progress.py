@@ -122,6 +122,41 @@ def test_an_iterator_that_was_forgotten_comes_back_when_it_advances() -> None:
     assert feed.begin_step() == 2
 
 
+def two_epochs_beside_a_kept_iterator(steps_per_batch: int) -> list[list[int | None]]:
+    """What remains, by epochs of four batches, with an iterator of a second loader that lasts."""
+    feed, kept, seen = Feed(), None, []
+    for _ in range(3):
+        passage = feed.enter()
+        seen.append([])
+        for left in (3, 2, 1, 0):
+            passage.advance(left)
+            kept = kept or feed.enter()
+            kept.advance(20)
+            seen[-1] += [feed.begin_step() for _ in range(steps_per_batch)]
+        passage.leave()
+    return seen
+
+
+def test_an_epoch_beside_an_iterator_that_is_kept_over_several_ends() -> None:
+    # In the first batch it may be an evaluation that was broken out of, or the loop inside of the other.
+    assert two_epochs_beside_a_kept_iterator(1) == [[20, 2, 1, 0]] * 3
+    assert two_epochs_beside_a_kept_iterator(2) == [[20, None, 2, None, 1, None, 0, 0]] * 3
+
+
+def test_an_iterator_of_which_a_batch_is_evaluated_now_and_then_does_not_count() -> None:
+    feed = Feed()
+    training = feed.enter()
+    training.advance(9)
+    assert feed.begin_step() == 9
+    evaluation = feed.enter()
+    for left in (7, 5, 3, 1):
+        evaluation.advance(0)
+        training.advance(left)
+        assert feed.begin_step() == left
+        training.advance(left - 1)
+        assert feed.begin_step() == left - 1
+
+
 def test_a_batch_that_was_filled_up_is_none_for_metrics_once_its_loop_has_ended_and_its_samples_stay_known() -> None:
     feed = Feed()
     full, filled = Rows(4, 4), Rows(4, 3)

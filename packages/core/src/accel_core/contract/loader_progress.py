@@ -2,16 +2,16 @@
 
 An iterator of a prepared loader enters the `Feed` of its Accelerator at its first `next`, advances
 the `Passage` that it gets with every batch, and leaves at its end or death. Advancing one forgets
-those entered after it, such as an evaluation that was broken out of. Every `accumulate` at the last
-batch of the iterators that advanced last closes its window; metrics refer to the innermost live
-passage, else to the batch yielded last.
+those entered after it, such as an evaluation that was broken out of, but for one that advances in
+the same steps: a new epoch, beside an iterator that is kept over several. Every `accumulate` at the
+last batch of the iterators that advanced last closes its window; metrics refer to the innermost
+live passage, else to the batch yielded last.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from itertools import takewhile
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class RunningLoader(NamedTuple):
 class Passage:
     """One iterator's report of where it stands. Made by `Feed.enter`, advanced once per batch."""
 
-    __slots__ = ("__weakref__", "_feed", "advanced", "ahead", "by", "drawn", "entered", "remaining", "rows")
+    __slots__ = ("__weakref__", "_feed", "advanced", "ahead", "by", "drawn", "earlier", "entered", "remaining", "rows")
 
     def __init__(self, feed: Feed, by: object = None) -> None:
         self._feed, self.by, feed.passed = feed, by, None
@@ -58,6 +58,7 @@ class Passage:
         self.rows: Rows | None = None
         self.drawn: Drawn = None
         self.entered, self.advanced = feed.step, -1  # the steps for which it was entered, and advanced last
+        self.earlier = -1  # the step for which it advanced before that
 
     def advance(self, remaining: int | None, rows: Rows | None = None, drawn: Drawn = None) -> None:
         """Reports the batch about to be yielded. Hot: one `Rows` for full batches. None: unknown.
@@ -71,7 +72,8 @@ class Passage:
         self.remaining = remaining
         self.rows = feed.latest = rows
         self.drawn = feed.latest_drawn = drawn
-        self.advanced = feed.step
+        if self.advanced != feed.step:
+            self.earlier, self.advanced = self.advanced, feed.step
         if feed.newest() is not self:
             feed.forget_after(self)
 
@@ -108,9 +110,13 @@ class Feed:
         return next((found for ref in reversed(self._live) if (found := ref()) is not None and found.by is by), None)
 
     def forget_after(self, passage: Passage) -> None:
-        """Drops what was entered after `passage`, which has advanced; adds it if forgotten."""
-        before = takewhile(lambda ref: ref() is not passage, self._live)
-        self._keep([*(ref for ref in before if ref() is not None), weakref.ref(passage)])
+        """Drops what was entered after `passage`, which advanced, but for what goes along; adds it."""
+        live = [each for ref in self._live if (each := ref()) is not None]
+        place = live.index(passage) if passage in live else len(live)
+        beside = [
+            each for each in live[place + 1 :] if each.advanced == self.step and each.earlier == passage.earlier >= 0
+        ]
+        self._keep([weakref.ref(each) for each in (*live[:place], *beside, passage)])
 
     def _keep(self, live: list[weakref.ref[Passage]]) -> None:
         self._live = live
