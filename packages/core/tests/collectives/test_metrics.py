@@ -136,6 +136,7 @@ def misuse() -> list[str]:
         (["a", "b"], full, ValueError),
         ({"text": ["a", "b", "c"]}, full, TypeError),
         ("abc", full, TypeError),
+        ((torch.zeros(3), None, "a name"), padded, TypeError),  # as many as the batch has rows: no object per sample
     ]
     texts = []
     for data, rows, kind in cases:
@@ -150,7 +151,7 @@ def misuse() -> list[str]:
 
 def test_what_is_not_per_sample_fails_on_every_rank_and_on_full_batches() -> None:
     first, second = ON_TWO.run(misuse)
-    assert first[:5] == second[:5]
+    assert first[:6] == second[:6]
     assert "data['all'][0] with shape [12] does not have one row per sample of the batch, which has 3 rows" in first[0]
     assert "Call gather_for_metrics once per batch, inside the loop" in first[0]
     assert "use gather(); for a list of one tensor per sample, use_gather_object=True." in first[0]
@@ -159,7 +160,8 @@ def test_what_is_not_per_sample_fails_on_every_rank_and_on_full_batches() -> Non
     assert "gather_for_metrics(dict): values that are no tensors are gathered from a list or a tuple" in first[3]
     assert "Gather tensors and each list of objects in calls of their own." in first[3]
     assert "gather_for_metrics(str)" in first[4]
-    assert "rank 1: ValueError: gather_for_metrics: data with shape [4]" in first[5]
+    assert "gather_for_metrics(tuple): values that are no tensors are gathered from a list or a tuple" in first[5]
+    assert "rank 1: ValueError: gather_for_metrics: data with shape [4]" in first[6]
 
 
 def test_a_world_of_one_returns_what_it_is_given() -> None:

@@ -27,7 +27,7 @@ def gather_for_metrics(
     """See `Accelerator.gather_for_metrics`. Exactly one collective; 0-d tensors give one per rank.
 
     `rows` are from `Feed.current_rows()`; None gathers everything. Raises on every rank `ValueError`
-    if there is not one row per sample, `TypeError` for objects in no list or tuple.
+    if there is not one row per sample, `TypeError` for objects in no list or tuple, or beside tensors.
     """
     channel = channel_of(world, group)
     if rows is PASSED:
@@ -36,7 +36,7 @@ def gather_for_metrics(
             channel.refuse(ValueError(f"{_LATE} {_HOW}"))
     leaves, shape = flatten_with_shape(data)
     if use_gather_object or not leaves or not all([isinstance(leaf, torch.Tensor) for leaf in leaves]):
-        return _objects_for_metrics(channel, data, rows, world, group)
+        return _objects_for_metrics(channel, data, rows, world, group, use_gather_object)
     if channel is not None and rows is not None:
         for index, leaf in enumerate(leaves):
             if leaf.ndim and rows.rows not in (None, leaf.shape[0]):
@@ -47,12 +47,15 @@ def gather_for_metrics(
     return alone(data, leaves) if channel is None else unflatten(data, gather_leaves(channel, data, leaves, shape))
 
 
-def _objects_for_metrics(channel: Channel | None, data: Any, rows: Rows | None, world: World, group: Any) -> Any:
+def _objects_for_metrics(
+    channel: Channel | None, data: Any, rows: Rows | None, world: World, group: Any, asked: bool
+) -> Any:
     is_list = isinstance(data, (list, tuple))
     if channel is None:
         padded = is_list and rows is not None and rows.rows in (None, len(data)) and _is_padded(rows)
         return data[: rows.real] if padded and rows is not None else data
-    if not is_list:
+    # Several results of a batch, `(predictions, None)`, may be as many as it has samples.
+    if not is_list or not (asked or len({isinstance(each, torch.Tensor) for each in data}) <= 1):
         channel.refuse(
             TypeError(
                 f"gather_for_metrics({type(data).__name__}): values that are no tensors are gathered from a list or a "
