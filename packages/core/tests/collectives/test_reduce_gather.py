@@ -638,7 +638,7 @@ def test_the_table_joins_ranks_that_agree_and_is_short() -> None:
     odd = describe("gather", "tuple(...)", [(path, torch.int64, sizes) for path, _, sizes in wide])
     text = str(mismatch([good, good, good, odd, good]))
     assert "rank 0, 1, 2, 4: gather: data[0]: float32[*, 0]" in text
-    assert "data[7]: int64[*, 7], and 12 more\n" in text
+    assert "data[7]: int64[*, 7] and 12 more\n" in text
     assert text.endswith(
         "Structure, dtypes and shapes must be the same on every rank; for gather, all but the first dimension."
     )

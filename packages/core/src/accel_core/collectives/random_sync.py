@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,28 +21,22 @@ def synchronize_random_states(rng_types: Sequence[str], generators: Sequence[tor
     channel = channel_of(world, None)
     if channel is None:
         return
-    states: dict[str, list[torch.Tensor]] = {}
-    setters: list[Callable[[torch.Tensor], object]] = []
-    found: list[tuple[torch.Tensor, Callable[[torch.Tensor], object]]]
-    for kind in dict.fromkeys(rng_types):
-        if kind == "generator":
-            found = [(generator.get_state(), generator.set_state) for generator in generators]
-        elif kind == "torch":
-            found = [(torch.get_rng_state(), torch.set_rng_state)]
-        elif kind == world.device.type:
-            module, device = torch.get_device_module(kind), world.device
-            found = [(module.get_rng_state(device), lambda state: module.set_rng_state(state, device))]  # noqa: B023
-        else:
-            found = []
-            warnings.warn(
-                f"rng_types has {kind!r}, but this run trains on {str(world.device)!r}: it has no effect here. Leave it out.",
-                stacklevel=2,
-            )
-        if found:
-            states[kind] = [state for state, _ in found]
-            setters += [setter for _, setter in found]
+    streams: dict[str, list[tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], object]]]] = {
+        "generator": [(each.get_state, each.set_state) for each in generators],
+        "torch": [(torch.get_rng_state, torch.set_rng_state)],
+    }
+    if (device := world.device).type in rng_types:
+        module = torch.get_device_module(device)
+        get = partial(module.get_rng_state, device)
+        streams[device.type] = [(get, lambda state: module.set_rng_state(state, device))]
+    for kind in set(rng_types) - streams.keys():
+        warnings.warn(
+            f"rng_types has {kind!r}, but this run trains on {str(device)!r}: it has no effect here. Leave it out.",
+            stacklevel=2,
+        )
+    states = {kind: [get() for get, _ in streams[kind]] for kind in rng_types if streams.get(kind)}
     if states:
         received = broadcast_from(channel, "synchronize_rng_states", states, 0)
-        if channel.rank:
-            for setter, state in zip(setters, [each for same in received.values() for each in same], strict=True):
-                setter(state)
+        for kind in received if channel.rank else ():
+            for (_, put), state in zip(streams[kind], received[kind], strict=True):
+                put(state)

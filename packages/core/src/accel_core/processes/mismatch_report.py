@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from accel_core.base.errors import CollectiveMismatchError
+from accel_core.base.suggestions import listed
 
 if TYPE_CHECKING:
     import torch
 
-SHOWN = 8  # differing tensors that a message lists per rank
 Description = dict[str, Any]  # what `describe` gives, or only `error`: why a rank could not take part; sent as JSON
 
 
@@ -87,11 +87,8 @@ def _differing_dims(descriptions: Sequence[Description]) -> list[int]:
 
 
 def _line(description: Description, common: set[str], with_structure: bool) -> str:
-    differing = [text for text in map(_leaf, description["leaves"]) if text not in common]
     parts = [textwrap.shorten(description["structure"], 200, placeholder=" ...")] if with_structure else []
-    if differing:
-        more = f", and {len(differing) - SHOWN} more" if len(differing) > SHOWN else ""
-        parts.append(", ".join(differing[:SHOWN]) + more)
+    parts.append(listed([text for text in map(_leaf, description["leaves"]) if text not in common]))
     if common:
         parts.append(f"{len(common)} alike on all ranks")
     if "line" in description:

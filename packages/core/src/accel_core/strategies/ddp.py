@@ -161,9 +161,9 @@ class DDP(Strategy):
         watched = self._watched()
         for wrapper, sync in watched:
             sync.settle(wrapper)
-            if sync.in_doubt():
-                check(optimizer, watched)
             sync.averaged = False  # the next window has to average by itself
+        if any([sync.in_doubt() for _, sync in watched]):
+            check(optimizer, watched)
 
     @hookimpl
     def release_model(self, prepared: nn.Module) -> None:

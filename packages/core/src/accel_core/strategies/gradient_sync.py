@@ -148,9 +148,6 @@ def sync_of(wrapper: Any) -> GradientSync | None:
 
 def check(optimizer: Optimizer, models: Sequence[tuple[DistributedDataParallel, GradientSync]]) -> None:
     """Raises if an optimizer holds parameters with gradients that were not averaged."""
-    for wrapper, sync in models:
-        sync.settle(wrapper)
-        sync.averaged = False
     if not any(sync.local() for _, sync in models):
         return
     # Two models may share a parameter: one of them has averaged it.
