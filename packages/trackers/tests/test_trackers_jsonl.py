@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import io
 import json
 import logging
 import math
@@ -39,7 +37,7 @@ def lines(directory):
 
 
 def without_time(records):
-    return [{name: value for name, value in record.items() if name != "time"} for record in records]
+    return [{name: value for name, value in record.items() if name not in {"time", "attempt"}} for record in records]
 
 
 def test_a_record_is_a_line_with_its_step_and_time_and_numbers_apart_from_texts(tmp_path):
@@ -115,6 +113,28 @@ def test_a_resumed_run_is_appended_and_what_it_supersedes_is_not_read(tmp_path):
     ]  # fmt: skip
     assert [line["resumed"] for line in lines(tmp_path) if "resumed" in line] == [{"step": 2}, {"step": 3}]
     assert len(lines(tmp_path)) == 4 + 2 + 3
+
+
+def test_of_programs_that_resumed_one_run_at_once_the_one_that_began_last_is_read_and_all_lines_can_be_told_apart(
+    tmp_path, caplog
+):
+    first = started(tmp_path)
+    first.log({"loss": 1.0}, 0)
+    second, third = (started(tmp_path, resumed=first.state(), step=1) for _ in range(2))
+    for step in (1, 2):
+        for loss, tracker in ((10.0, first), (20.0, second), (30.0, third)):
+            tracker.log({"loss": loss}, step)
+    with caplog.at_level(logging.WARNING, "accel_trackers.jsonl"):
+        found = read(tmp_path)
+    assert [(record["step"], record["values"]["loss"]) for record in found] == [(0, 1.0), (1, 30.0), (2, 30.0)]
+    assert "metrics.jsonl: 4 lines are left out, of a program that recorded this run when another" in caplog.text
+    assert "With init_trackers(..., resume=False) the second is a run of its own." in caplog.text
+    by_attempt: dict[str | None, set[float]] = {}
+    for line in lines(tmp_path)[1:]:
+        by_attempt.setdefault(line.get("attempt"), set()).update(line.get("values", {}).values())
+    assert sorted(by_attempt.values(), key=min) == [{10.0}, {20.0}, {30.0}]
+    for tracker in (first, second, third):
+        tracker.finish(failed=False)
 
 
 def test_a_line_that_a_kill_left_unfinished_is_not_read_and_is_cut_off_when_the_run_goes_on(tmp_path, caplog):
@@ -273,45 +293,6 @@ def test_options_are_refused_with_what_holds(tmp_path):
             call()
     tracker.finish(failed=False)
     assert lines(tmp_path / "other") == []
-
-
-class Small(io.FileIO):
-    """A file on a disk which at first has space for 20 bytes, and after two attempts for all."""
-
-    space, attempts = 20, 0
-
-    def write(self, content):
-        if not self.space and self.attempts < 2:
-            self.attempts += 1
-            raise OSError(errno.ENOSPC, "No space left on device")
-        content = content[: self.space] if self.space else content
-        self.space = 0
-        return super().write(content)
-
-
-def test_records_wait_while_the_disk_is_full_and_none_is_lost(tmp_path, monkeypatch, caplog):
-    usual = Path.open
-
-    def on_a_small_disk(path, mode="r", *args, **options):
-        return Small(path, mode[0]) if mode in {"ab", "xb"} else usual(path, mode, *args, **options)
-
-    monkeypatch.setattr("accel_trackers.jsonl._TRY_AGAIN_AFTER", 0.01, raising=False)
-    monkeypatch.setattr(Path, "open", on_a_small_disk)
-    accelerator = Accelerator(cpu=True, log_with="jsonl", project_dir=tmp_path)
-    accelerator.init_trackers("project")
-    for step in range(5):
-        accelerator.log({"loss": step / 2}, step=step)
-    accelerator.log_images({"seen": torch.zeros(1, 20, 20, dtype=torch.uint8)}, step=5)
-    accelerator.end_training()
-    monkeypatch.undo()
-    (folder,) = (path.parent for path in tmp_path.rglob("metrics.jsonl"))
-    *records, shown = read(folder)
-    assert [record["values"]["loss"] for record in records] == [0.0, 0.5, 1.0, 1.5, 2.0]
-    assert decoded(shown["images"]["seen"][0].read_bytes()).shape == (20, 20, 1)
-    told = [record.message for record in caplog.records if "until there is space" in record.message]
-    assert [message.split(": ", 1)[1] for message in told] == [
-        "No space left on device. Records wait until there is space; make room for them."
-    ] * 2  # of the lines and of the image: once for each time that the disk was full
 
 
 def test_a_run_that_did_not_start_is_told_once(tmp_path):

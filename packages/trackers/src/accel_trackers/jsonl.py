@@ -10,7 +10,7 @@ A line has the step, the time in seconds since 1970, and what was recorded by na
     {"step": 3, "time": 1767225600.6, "images": {"samples": ["images/samples/3_0.png"]}}
     {"step": 3, "time": 1767225600.7, "tables": {"answers": {"columns": ["input", "score"], "rows": [["a", 0.5]]}}}
     {"step": 3, "time": 1767225600.8, "histograms": {"weights": {"counts": [1, 3], "edges": [-1.0, 0.0, 1.0], …}}}
-    {"resumed": {"step": 4}, "time": 1767225700.0}
+    {"resumed": {"step": 4}, "time": 1767225700.0, "attempt": "9f1c2e70"}
 
 All of it is strict JSON: numbers that are not finite are the texts "NaN", "Infinity" and
 "-Infinity", as in the JSON of protocol buffers, and texts stand apart from numbers so that the two
@@ -20,27 +20,28 @@ Tables are lines, not files of their own: their cells keep their types, and thei
 other records is told.
 
 Where a run was resumed, what the broken one had recorded from that step on stays in the file;
-`read` leaves it out.
+`read` leaves it out. All lines behind have the "attempt" of the program that resumed it: if two go
+on from one checkpoint, `read` has the lines of the one that began last, and warns.
 """
 
 from __future__ import annotations
 
-import errno
 import itertools
 import json
 import logging
 import math
 import os
 import re
+import secrets
 import time
 from collections.abc import Mapping, Sequence
-from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_core import Bins, Table, TrackedRun, Tracker
 from accel_trackers.png import encode
 from accel_trackers.process_guard import check_options
+from accel_trackers.waiting_file import WaitingFile
 
 if TYPE_CHECKING:
     import torch
@@ -50,8 +51,6 @@ CONFIG = "config.json"
 IMAGES = "images"
 
 _LONGEST, _DEEPEST = 100, 8  # bytes of a part of a file's name, and parts: file systems have limits
-_FULL = {errno.ENOSPC, errno.EDQUOT}
-_TRY_AGAIN_AFTER = 5.0  # seconds
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +67,8 @@ class JSONL(Tracker):
 
     def __init__(self) -> None:
         self._directory = Path()
-        self._file: FileIO | None = None
+        self._file: WaitingFile | None = None
+        self._attempt: dict[str, str] = {}  # what the lines of a resumed run have more
 
     @property
     def tracker(self) -> Path:
@@ -89,9 +89,10 @@ class JSONL(Tracker):
         whole = self._directory / f"{CONFIG}.new"  # a kill leaves the old one or the new one
         whole.write_text(text, encoding="utf-8", errors="backslashreplace")
         whole.replace(self._directory / CONFIG)
-        self._file = self.tracker.open("ab", buffering=0)
+        self._file = WaitingFile(self.tracker, "ab")
         if run.resumed is not None:
-            self._write({"resumed": {"step": run.step}, "time": time.time()})
+            self._attempt = {"attempt": secrets.token_hex(4)}
+            self._write({"resumed": {"step": run.step}, "time": time.time(), **self._attempt})
 
     def log(self, values: Mapping[str, Any], step: int, **options: Any) -> None:
         """Writes a line, with numbers and texts apart."""
@@ -130,13 +131,13 @@ class JSONL(Tracker):
             self._file.close()
 
     def _record(self, step: int, **content: Any) -> None:
-        self._write({"step": step, "time": time.time(), **content})
+        self._write({"step": step, "time": time.time(), **self._attempt, **content})
 
     def _write(self, record: Mapping[str, Any]) -> None:
         assert self._file is not None, "start() comes first"
         line = json.dumps(_strict(record), ensure_ascii=False, allow_nan=False) + "\n"
         # Half of a surrogate pair, which a text may hold and UTF-8 may not, becomes the escape that JSON has for it.
-        _write_all(self._file, line.encode("utf-8", "backslashreplace"))
+        self._file.write(line.encode("utf-8", "backslashreplace"))
 
     def _save(self, image: torch.Tensor, name: str, stem: str) -> str:
         """Writes an image to a new file, and returns its path inside the folder."""
@@ -146,8 +147,8 @@ class JSONL(Tracker):
         for again in itertools.count():
             path = folder / f"{stem}{f'_again{again}' if again else ''}.png"
             try:
-                with path.open("xb", buffering=0) as file:
-                    _write_all(file, content)
+                with WaitingFile(path, "xb") as file:
+                    file.write(content)
             except FileExistsError:  # the step came again, or a name that a file system finds the same
                 continue
             return path.relative_to(self._directory).as_posix()
@@ -157,6 +158,9 @@ class JSONL(Tracker):
 def read(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """The records in the folder of one run, in their order, without those superseded on resuming.
 
+    Where several programs have resumed the run at once, these are the records of the one that began
+    last, and a warning is logged.
+
     Each is a dict: "step", "time" in seconds since 1970, and one of "values", numbers and texts by
     name, as they were logged; "images", lists of paths of PNG files; "tables", `accel_core.Table`;
     "histograms", `accel_core.Bins`. FileNotFoundError is raised if nothing was recorded there, and
@@ -165,15 +169,27 @@ def read(directory: str | os.PathLike[str]) -> list[dict[str, Any]]:
     path = Path(directory) / METRICS
     complete, _, _ = path.read_bytes().rpartition(b"\n")
     records: list[dict[str, Any]] = []
+    attempt, others = None, 0
     for number, line in enumerate(complete.split(b"\n") if complete else [], start=1):
         try:
             content = json.loads(line)
-            if "resumed" in content:
-                records = [record for record in records if record["step"] < content["resumed"]["step"]]
+            record = None if "resumed" in content else _decoded(content, path.parent)
+            if record is None:
+                attempt = content.get("attempt")
+                records = [each for each in records if each["step"] < content["resumed"]["step"]]
+            elif content.get("attempt") == attempt:
+                records.append(record)
             else:
-                records.append(_decoded(content, path.parent))
+                others += 1
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"{path}, line {number} is no record: {line[:100]!r}") from error
+    if others:
+        logger.warning(
+            "%s: %d lines are left out, of a program that recorded this run when another one had resumed it. Lines of one "
+            'program have one "attempt". With init_trackers(..., resume=False) the second is a run of its own.',
+            path,
+            others,
+        )
     return records
 
 
@@ -182,23 +198,6 @@ def safe_path(name: str) -> Path:
     parts = [re.sub(r"[^\w .+=@-]", "_", part).strip(" .") for part in name.split("/")]
     short = [part.encode()[:_LONGEST].decode(errors="ignore").rstrip(" .") for part in parts]
     return Path(*[part for part in short if part][:_DEEPEST] or ["_"])
-
-
-def _write_all(file: FileIO, content: bytes) -> None:
-    """Writes all of it, for which it waits while the disk is full: a disk may be full for a moment."""
-    rest, was_told = memoryview(content), False
-    while rest:
-        try:
-            rest = rest[file.write(rest) :]  # a part of it, if there is no space for more
-        except OSError as error:
-            if error.errno not in _FULL:
-                raise
-            if not was_told:
-                logger.warning(
-                    "%s: %s. Records wait until there is space; make room for them.", file.name, error.strerror
-                )
-            was_told = True
-            time.sleep(_TRY_AGAIN_AFTER)
 
 
 def _repair(path: Path) -> None:

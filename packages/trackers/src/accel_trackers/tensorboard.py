@@ -13,6 +13,7 @@ from accel_trackers.name_limits import flat
 from accel_trackers.png import encode
 from accel_trackers.process_guard import check_options
 from accel_trackers.service import Service
+from accel_trackers.waiting_file import WaitingFile
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +35,8 @@ class TensorBoard(Service):
     TensorBoard's numbers are float32: about seven digits, and what is larger than 3.4e38 is
     infinite. `double_precision` keeps all digits, but then they are shown by
     `tensorboard --load_fast=false` alone.
+
+    While the disk is full, records wait.
 
     Where a step comes again, the default reader of `tensorboard` shows for each tag only what was
     written after its steps last went back; `--load_fast=false` shows all.
@@ -66,6 +69,7 @@ class TensorBoard(Service):
         # after them: hence one in every file.
         options = {"flush_secs": self.flush_secs, **run.options, "purge_step": run.step}
         self._run = SummaryWriter(str(run.directory), **options)
+        _wait_for_space(self._run)
         self._store(run.config, run.directory, run.step)
 
     def state(self) -> dict[str, Any]:
@@ -131,6 +135,15 @@ def _walltime(options: Mapping[str, Any]) -> float | None:
     """The one option of records, in seconds since 1970."""
     check_options(options, ["walltime"], "log_kwargs={'tensorboard': ...}", "a record")
     return options.get("walltime")
+
+
+def _wait_for_space(writer: Any) -> None:
+    """Has the writer's thread wait while the disk is full; it would end, and half a record hide those after it."""
+    writer.flush()
+    events = writer.file_writer.event_writer
+    records = events._async_writer._writer
+    records.close()
+    records._writer = WaitingFile(events._file_name, "ab")
 
 
 def _await_new_name(directory: Path) -> None:
