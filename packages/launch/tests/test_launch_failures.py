@@ -39,6 +39,10 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
         Launch("told", "told", TWO, ["SIGUSR1", "SIGINT", "SIGTERM"]),
     ]
     folder = tmp_path_factory.mktemp("failures")
+    dumps = {"TORCH_FR_DUMP_TEMP_FILE": f"{folder}/flight_recorder_rank_"}
+    dump = "$F=$TORCH_FR_DUMP_TEMP_FILE; touch $F$RANK; until [ -e ${F}0 ] && [ -e ${F}1 ]; do sleep 0.1; done; "
+    dump += "exit $((2 - TORCHELASTIC_RESTART_COUNT))"
+    launches.append(Launch("dumps", dump, {**TWO, "max_restarts": 2}, environment=dumps))
     script = f"trap : TERM; {sys.executable} {HERE / 'start_job.py'} told {folder / 'shell'}; exit 0"
     launches.append(Launch("shell", f"${script}", TWO, ["SIGTERM"]))
     for told, port in enumerate(unused_ports(2)):
@@ -112,6 +116,15 @@ def test_all_ranks_are_started_again_as_often_as_was_asked(results: dict[str, Re
     assert results["once"].status == 137
     assert results["often"].status == 137
     assert "this was after 1 of 1 restarts" in results["often"].errors
+
+
+def test_dumps_of_the_flight_recorder_of_each_attempt_are_kept(results: dict[str, Result]) -> None:
+    result = results["dumps"]
+    assert result.status == 0
+    names = sorted(
+        path.name.removeprefix("flight_recorder_") for path in result.folder.parent.glob("flight_recorder_*")
+    )
+    assert names == ["attempt_1_rank_0", "attempt_1_rank_1", "attempt_2_rank_0", "attempt_2_rank_1", "rank_0", "rank_1"]
 
 
 def test_errors_that_went_to_a_file_are_shown(results: dict[str, Result]) -> None:

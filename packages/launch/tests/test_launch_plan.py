@@ -23,7 +23,7 @@ from accel_launch.starting.devices import (
     threads_of_each,
     usable_cores,
 )
-from accel_launch.starting.flight_recorder import recording
+from accel_launch.starting.flight_recorder import recording, recording_again
 from accel_launch.starting.plan import OWN_STORE, Plan, make_plan
 
 FOUR = Accelerators("cuda", 4)
@@ -325,5 +325,6 @@ def test_flight_recorder_is_on_where_accelerators_are_used_and_dumps_into_the_fo
 def test_variables_of_the_flight_recorder_that_are_set_hold_under_either_name(tmp_path) -> None:
     given = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_FR_BUFFER_SIZE": "9"}
     assert recording(None, given) == {}
+    assert recording_again(1, {"TORCH_FR_DUMP_TEMP_FILE": "/tmp/mine"}) == recording_again(1, {}) == {}
     older = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "9", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/tmp/mine"}
     assert recording(tmp_path, older) == {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, Std
 
 from accel_launch.starting.checks import read_streams
+from accel_launch.starting.flight_recorder import recording_again
 
 if TYPE_CHECKING:
     from accel_launch.options import LaunchOptions
@@ -45,9 +47,10 @@ class Logs(DefaultLogsSpecs):
         # Torch empties the folder of a number that comes again, and does not count what starts again for another machine.
         own = {rank: {**each, "TORCHELASTIC_RESTART_COUNT": str(self._starts)} for rank, each in envs.items()}
         self._destination = super().reify(own)
-        self._starts += 1
         for rank, each in envs.items():
             each[_ERROR_FILE] = own[rank][_ERROR_FILE]
+            each.update(recording_again(self._starts, os.environ))
+        self._starts += 1
         return self._destination
 
     def error_file(self, local_rank: int) -> Path:
