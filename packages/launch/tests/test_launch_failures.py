@@ -33,6 +33,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
         *(Launch(name, "stays", TWO, [name]) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGKILL")),
         Launch("saves", "saves", TWO, ["SIGTERM"]),
         Launch("deaf", "deaf", TWO, ["SIGINT"]),
+        Launch("deaf, twice", "deaf", {**TWO, "shutdown_timeout": 50}, ["SIGINT"] * 3),
         Launch("deaf, killed", "deaf", TWO, ["SIGKILL"]),
         Launch("children", "children", TWO, ["SIGINT"]),
         Launch("children, killed", "children-needed", TWO, ["SIGKILL"]),
@@ -193,6 +194,13 @@ def test_rank_that_does_not_end_is_killed_after_the_timeout(results: dict[str, R
     result = results["deaf"]
     assert (result.status, result.left) == (130, [])
     assert TWO["shutdown_timeout"] <= result.seconds < LIMIT
+
+
+def test_second_ctrl_c_kills_what_does_not_end(results: dict[str, Result]) -> None:
+    result = results["deaf, twice"]
+    assert len(list(result.folder.glob("child-*"))) == 2
+    assert (result.status, result.left) == (130, [])
+    assert result.seconds < LIMIT
 
 
 def test_what_a_rank_has_started_ends_with_it(results: dict[str, Result]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -16,12 +17,19 @@ PASSED_ON = ("SIGUSR1", "SIGUSR2")
 """Signals that are for the ranks: Slurm announces the end of a job with them."""
 
 
+_APART = (
+    0.2  # seconds: what comes sooner is one Ctrl-C that both a terminal and a program around this one have passed on
+)
+
+
 class Ended(BaseException):
     """The launcher was told to end, before there was anybody to pass that on to."""
 
 
 class Signals:
     """Handles the signals of the launcher in a `with` block, and restores all handlers after it.
+
+    A second Ctrl-C kills the ranks.
 
     What the process ignores stays ignored: `nohup` lets it live on without a terminal, and shells
     protect what runs in the background from Ctrl-C. Outside of the main thread, where Python allows
@@ -38,7 +46,7 @@ class Signals:
             None
         )  # is called when a process has ended that was started from here
         self._before: dict[signal.Signals, Any] = {}
-        self._holds, self._raised = 0, False
+        self._holds, self._raised, self._since = 0, False, 0.0
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is not threading.main_thread():
@@ -77,7 +85,10 @@ class Signals:
 
     def _end(self, number: int, _: FrameType | None) -> None:
         given = signal.Signals(number)
-        self.received = self.received or given
+        if given == self.received == signal.SIGINT and time.monotonic() - self._since > _APART:
+            given = signal.Signals(getattr(signal, "SIGKILL", number))
+        if self.received is None:
+            self.received, self._since = given, time.monotonic()
         if self._holds or self._raised:
             self.pass_on(given)
             return
