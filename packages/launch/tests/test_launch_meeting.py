@@ -321,6 +321,35 @@ def test_a_machine_that_was_told_to_stop_and_has_come_back_stops_nobody(cluster,
         each._rounds._stop_heartbeats()
 
 
+@pytest.mark.parametrize("failed", [0, 1])
+def test_a_machine_that_is_to_start_again_hears_that_the_other_has_finished_meanwhile(cluster, failed):
+    """Neither waits as long as machines may need to come."""
+    run = cluster(2)
+    both = [run.machine(rank, restarts=1) for rank in range(2)]
+    run.met(*both)
+    (again,) = run.come(both[failed])
+    eventually(both[1 - failed].num_nodes_waiting)
+    finished = run.pool.submit(finish, both[1 - failed])
+    reason = (
+        rf"Another machine is to start its processes again, but those of machine {1 - failed} \(\S+, process \d+\) have "
+        r"finished already\. Look at what failed there; start all machines again to go on from a checkpoint\."
+    )
+    assert re.fullmatch(reason, error_of(again, 10))
+    assert re.fullmatch(rf"The processes of machine {1 - failed} have finished, but: {reason}", error_of(finished, 10))
+
+
+def test_a_round_in_which_not_all_start_again_is_told_in_words(cluster):
+    run = cluster(2)
+    zero, one = (run.machine(rank, restarts=1, timeout=2) for rank in range(2))
+    run.met(zero, one)
+    (again,) = run.come(one)
+    assert re.fullmatch(
+        r"Machine 1 \(\S+, process \d+\) was to start its processes, and waited 0:00:02 for the other machines, which "
+        r"did not come \(RendezvousTimeoutError\)\. Look at their output; start all machines again to go on from a checkpoint\.",
+        error_of(again),
+    )
+
+
 def test_without_machine_0_the_others_end(cluster):
     run = cluster(2)
     zero, one = run.machine(0), run.machine(1)

@@ -196,6 +196,14 @@ class Machines(_StaticRendezvous):
         pulse, wait = Pulse(store, LOST), Waiting(float("inf"))
         while rest := [each.rank for each in self._others(store, FINISHED, STOPPED) if not pulse.is_silent(each)]:
             self._check()
+            if self._rounds is not None and self._rounds.num_nodes_waiting():
+                reason = (
+                    f"Another machine is to start its processes again, but those of {self._card} have finished already. Look at "
+                    "what failed there; start all machines again to go on from a checkpoint."
+                )
+                meeting_store.end(store, reason, begun=True)
+                self._rounds.shutdown()  # which ends the wait of that machine
+                raise MeetingError(reason)
             wait.goes_on(lambda: f"this machine has finished, and waits for {meeting_store.listed(rest)}")
         if gone := self._others(store, FINISHED, STOPPED):
             raise MeetingError(
@@ -230,9 +238,14 @@ class Machines(_StaticRendezvous):
         self._rounds = self._rounds or self._elastic(store)
         try:
             return self._rounds.next_rendezvous()
-        except RendezvousError:
+        except RendezvousError as error:
+            self._beat(store)
             self._check()  # which says why, if it is because of another machine
-            raise
+            raise MeetingError(
+                f"{meeting_store.capital(card)} was to start its processes, and waited {self._timeout} for the other "
+                f"machines, which did not come ({type(error).__name__}). Look at their output; start all machines again to "
+                "go on from a checkpoint."
+            ) from error
 
     def _elastic(self, store: TCPStore) -> RendezvousHandler:
         """torch's rounds, in which a machine may come back."""
