@@ -13,10 +13,12 @@ import sys
 import threading
 import time
 import types
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 from torch.utils.data import DataLoader
 
 from accel_core import Accelerator, PluginError
@@ -27,6 +29,7 @@ from accel_launch.notebook.function_pickle import Told, failure_told, packed, re
 from accel_launch.notebook.running import raise_first, result_of
 from accel_launch.starting.devices import Accelerators, usable_cores
 from accel_launch.starting.failures import Failure
+from accel_launch.starting.meeting_store import MeetingError
 
 SCRIPT = """
 import os
@@ -218,6 +221,22 @@ def test_a_signal_ends_the_ranks_and_then_does_what_it_does(monkeypatch):
     finally:
         signal.signal(signal.SIGTERM, before)
     assert received == [signal.SIGTERM]
+
+
+def test_nodes_of_which_one_does_not_start_again_are_told_so():
+    """In the words of the meeting point, and not in those of the error of torch behind it."""
+
+    def start_again(*_, **__):
+        try:
+            raise RendezvousTimeoutError
+        except RendezvousTimeoutError as error:
+            raise MeetingError("The other machines did not come.") from error
+
+    with (
+        mock.patch("accel_launch.notebook.running.supervise", start_again),
+        pytest.raises(LaunchError, match=r"^debug_launcher\(getpid, ...\): The other machines did not come\.$"),
+    ):
+        debug_launcher(os.getpid)
 
 
 def test_nodes_that_do_not_meet_are_told_where_they_were_to():

@@ -31,6 +31,7 @@ from accel_launch.notebook.function_pickle import Told, cells, unpacked
 from accel_launch.notebook.output import Output, is_replaced
 from accel_launch.starting.failures import listed
 from accel_launch.starting.logs import Logs
+from accel_launch.starting.meeting_store import MeetingError
 from accel_launch.starting.program import Program
 from accel_launch.starting.signals import Ended, Signals
 from accel_launch.starting.supervision import supervise
@@ -83,6 +84,8 @@ def _supervise(call: str, plan: Plan, program: Program) -> list[Failure] | None:
         told = signals.received
     except SignalException as error:
         told = error.sigval
+    except MeetingError as error:
+        raise LaunchError(f"{call}: {error}") from error
     except (RendezvousError, dist.DistError) as error:
         reason = str(error.__cause__ or error).strip().partition("\n")[0]
         raise LaunchError(
