@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
@@ -158,8 +158,3 @@ def _of_states(
     for name in [*mine, *(each for each in other if each not in mine)]:
         if mine.get(name) != other.get(name) and name not in ignored:
             yield Difference(part_of(name), step, rank, name, mine.get(name, "absent"), other.get(name, "absent"))
-
-
-def names_in(found: Iterator[Difference], chosen: Callable[[Difference], bool]) -> frozenset[str]:
-    """The names of the chosen differences."""
-    return frozenset(each.name for each in found if chosen(each))

@@ -48,11 +48,6 @@ class Step:
         """By micro-batch the ids of the samples, or, if one is unknown, hashes of what models saw."""
         return list(self.rows) if None in self.ids else [each or [] for each in self.ids]
 
-    @property
-    def are_known(self) -> bool:
-        """Whether the loader said which samples these are."""
-        return None not in self.ids
-
 
 @dataclass
 class RankJournal:
