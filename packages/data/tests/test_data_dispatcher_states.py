@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 
 from accel_core import Feed, World
 from accel_core.api.component import broadcast_object
+from accel_data import skip_first_batches
 from accel_testing.ranks import run_ranks
 
 pytestmark = pytest.mark.timeout(120)
@@ -156,3 +157,29 @@ def test_an_epoch_is_begun_again_on_all_ranks():
     for found in run_ranks(begun_again, 2):
         for kind, (whole, again) in found.items():
             assert again == whole, kind
+
+
+def filled_behind_a_position():
+    """This rank's batches of a stream whose last step is filled up: whole, behind a state, and behind skipped batches."""
+    found = []
+    for split in (False, True):
+        loader, again = (
+            dispatched(DataLoader(Stream(9), batch_size=2), Feed(), split_batches=split, seed=2**40) for _ in range(2)
+        )
+        batches = iter(loader)
+        first = next(batches)
+        state = broadcast_object(loader.state_dict(), World.current(), 0)
+        whole = [first.tolist(), *(batch.tolist() for batch in batches)]
+        again.load_state_dict(state)
+        behind = [batch.tolist() for batch in again]
+        skipped = [batch.tolist() for batch in skip_first_batches(loader, len(whole) - 1)]
+        found.append((whole, behind, skipped))
+    return found
+
+
+def test_a_stream_that_goes_on_fills_its_last_step_from_the_first_samples_of_the_epoch():
+    there = run_ranks(filled_behind_a_position, 2)
+    assert [whole[-1] for whole, _, _ in there[1]] == [[0], [0]]
+    for whole, behind, skipped in itertools.chain(*there):
+        assert behind == whole[1:]
+        assert skipped == whole[-1:]

@@ -8,7 +8,7 @@ whole, and the first batches fill up, as padding.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -55,7 +55,7 @@ class Sharing:
         self.size: int | None = size
         self.drop_last = bool(loader.drop_last or getattr(sampler, "drop_last", False))
         self.slice_fn = request.slice_fn
-        self._head: list[Batch] = []  # the first batches of the iteration, for filling up
+        self._head: list[Batch] = []  # the first batches of the epoch, for filling up
         self._samples = _collates_to_samples(loader.collate_fn)
         if self.split and size is not None:
             piece_of(size, self.count)
@@ -102,6 +102,10 @@ class Sharing:
             raise
         if step is not None:
             yield step, True
+
+    def fill_from(self, batches: Iterable[Batch]) -> None:
+        """Has the iteration filled up from these batches, which it left out, if there are any."""
+        self._head = [self._counted(batch, self.size if rows is None else rows) for batch, rows in batches]
 
     def shared(self, step: Step, is_last: bool, even: bool) -> list[Part | None]:
         """The parts of all ranks; none if the step is dropped."""

@@ -21,6 +21,7 @@ from accel_core.api.component import derive_seed, flatten
 from accel_core.api.loader import Positions, length_of
 from accel_data.batch_scatter import BatchScatter
 from accel_data.batch_split import Part, Sharing
+from accel_data.iterable_source import StreamSource
 from accel_data.loader_state import EpochOpening, EpochProgress, Epochs, Start
 from accel_data.map_source import EpochSource
 
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
     from accel_core import Feed
     from accel_core.api.loader import Outlet
-    from accel_data.iterable_source import StreamSource
     from accel_data.loader import DataLoaderShard
     from accel_data.request import Request
 
@@ -240,23 +240,27 @@ class DispatchSource:
     def _shared(self, loaded: Start, feed: Feed) -> Iterator[Shared]:
         sharing = copy.copy(self.sharing)  # it keeps the first batches of one iteration
         even = sharing.even if feed.even_batches is None else feed.even_batches
-        for step, is_last in sharing.steps(self._read(loaded)):
+        for step, is_last in sharing.steps(self._read(loaded, sharing)):
             parts = sharing.shared(step, is_last, even)
             if parts:
                 yield Shared(parts, step.samples, step.extras)
 
-    def _read(self, loaded: Start) -> Iterator[tuple[Any, Rows | None, Start]]:
+    def _read(self, loaded: Start, sharing: Sharing) -> Iterator[tuple[Any, Rows | None, Start]]:
         """The batches of the loader, whole: with their rows, and where it stands then."""
         source, feed = self.local._accel_source, self.local._accel_outlet.feed
         source.identity = self.identity
         source.epochs.restore(loaded)
-        source.skipped, source.restarts = self.skipped * self.sharing.batches_per_step, self.restarts
+        source.skipped, source.restarts = self.skipped * sharing.batches_per_step, self.restarts
+        if isinstance(source, StreamSource):
+            source.keeps_first = sharing.batches_per_step
         progress: EpochProgress | None = None
         start = loaded.leaving_out(source.skipped, restarts=source.restarts)
         before = None if start.skipped else start.samples
         for batch in self.local:
             # Of this iteration: another one over the same loader may begin before it ends.
-            progress = progress or source.epochs.current
+            if progress is None:
+                progress = source.epochs.current
+                sharing.fill_from(getattr(source, "first", ()))
             assert progress is not None
             rows, read = feed.current_rows(), 0 if before is None else progress.samples - before
             if rows is None and read and isinstance(source, EpochSource) and source.batched:

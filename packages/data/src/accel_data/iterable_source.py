@@ -60,6 +60,8 @@ class StreamSource:
             position inside the epoch was loaded.
         synchronised: a generator that is made equal to that of rank 0, beside that of the dataset.
         delivered: what torch's latest iterator has delivered, where samples are counted; else None.
+        first: of the batches that the latest iteration read and left out, the first `keeps_first`,
+            with their samples where these are counted: a last step may be filled up from them.
     """
 
     inherits_state = True
@@ -83,6 +85,8 @@ class StreamSource:
         self.restarts = False
         self.synchronised: torch.Generator | None = None
         self.delivered: deque[Any] | None = None
+        self.keeps_first = 0
+        self.first: list[tuple[Any, int | None]] = []
         self._synchronise = synchronise
         # Only the last batch may be short. Workers end one after the other, and other classes may yield what they like.
         self._is_regular = type(loader) is DataLoader and not loader.num_workers and bool(loader.batch_size)
@@ -95,6 +99,7 @@ class StreamSource:
         counted. Raises ValueError if what is left out ends before a position to which the dataset
         has gone on.
         """
+        self.first = []
         resumes, restarts = self.epochs.resumes, self._workers_persist and self.epochs.restarts
         before = capture_random_state(outlet.device) if resumes or restarts else {}
         start = self._beginning(stateful)
@@ -274,7 +279,9 @@ class StreamSource:
     ) -> Iterator[Fetched]:
         size = self.batch_size or 1
         samples = start.samples + size * start.skipped
-        for batch, count in islice(batches, start.skipped, None):
+        batches = iter(batches)
+        self._passed_over(batches, start.skipped)
+        for batch, count in batches:
             samples += size
             rows = None if count is None else Rows(count, count)
             positions = Positions(samples - size, size if count is None else count)
@@ -285,13 +292,19 @@ class StreamSource:
         self, batches: Iterator[tuple[Any, int | None]], behind: int, samples: int
     ) -> Iterator[tuple[Any, int | None]]:
         """The batches but for the first, which have so many samples."""
-        read = sum(1 for _ in islice(batches, behind))
+        read = self._passed_over(batches, behind)
         if read < behind:
             raise ValueError(
                 f"A position behind {samples} samples was loaded, but {type(self.dataset).__name__} yields only {read} batches in "
                 f"this epoch. Load it for the dataset of the run that was saved, or begin a new epoch without a state."
             )
         yield from batches
+
+    def _passed_over(self, batches: Iterator[tuple[Any, int | None]], number: int) -> int:
+        """Reads so many batches, and keeps the first of them; returns how many there were."""
+        kept = list(islice(batches, min(number, self.keeps_first - len(self.first))))
+        self.first += kept
+        return len(kept) + sum(1 for _ in islice(batches, number - len(kept)))
 
     def _batches_behind(self, samples: int) -> int:
         """The number of batches to leave out in order to resume behind so many samples."""
