@@ -8,9 +8,11 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 import accel_core
 from accel_compat import arguments, checkpoints, metrics, tracking
@@ -140,6 +142,7 @@ class Accelerator(ParallelRanks, accel_core.Accelerator):
         self.gradient_state = GradientState(accumulation)
         self.gradient_state._serve(self)
         self._models: list[nn.Module] = []
+        self._freed: WeakSet[nn.Module] = WeakSet()
         self._optimizers: list[Any] = []
         self._schedulers: list[Any] = []
         self._dataloaders: list[Any] = []
@@ -219,9 +222,13 @@ class Accelerator(ParallelRanks, accel_core.Accelerator):
     def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Makes objects ready for the loop: see `accel_core.Accelerator.prepare`."""
         prepared = super().prepare(*args, device_placement=device_placement)
-        for each in prepared if len(args) > 1 else [prepared]:
+        objects = prepared if len(args) > 1 else [prepared]
+        for each in objects:
             if isinstance(each, nn.Module):
                 self._note_model(each)
+        for each in objects:
+            if isinstance(each, Optimizer):
+                self._prepare_model_of(each)
         return prepared
 
     def prepare_model(
@@ -283,12 +290,21 @@ class Accelerator(ParallelRanks, accel_core.Accelerator):
         """Forgets all that was prepared, and frees its memory. Returns a None for each object."""
         count = len(objects)
         del objects
+        self._freed.update(self._models)
         for prepared in (self._models, self._optimizers, self._schedulers, self._dataloaders):
             prepared.clear()
         super().free_memory()
         return [None] * count
 
     clear = free_memory
+
+    def _prepare_model_of(self, optimizer: Optimizer) -> None:
+        """Prepares again what `free_memory` forgot and the script trains on with a new optimizer, as transformers' Trainer does."""
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        if held.isdisjoint(id(parameter) for model in self._models for parameter in model.parameters()):
+            for model in list(self._freed):
+                if not held.isdisjoint(map(id, model.parameters())):
+                    self.prepare_model(model)
 
     def _note_model(self, model: nn.Module) -> nn.Module:
         model._is_accelerate_prepared = True  # type: ignore[assignment]  # as scripts ask for

@@ -134,6 +134,28 @@ def test_windows_close_in_two_processes_where_they_do_in_one():
     assert run_ranks(closing_of_all, 2) == [list(CLOSING.values())] * 2
 
 
+def trained_twice():
+    """Weights behind two trainings of one prepared model, and what the model inside it computes in."""
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    inner = one_weight()
+    model, optimizer = accelerator.prepare(inner, torch.optim.SGD(inner.parameters(), lr=1.0))
+    weights = []
+    for _ in range(2):
+        accelerator.backward(model(torch.full((1, 1), accelerator.process_index + 1.0)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        weights.append(inner.weight.item())
+        accelerator.free_memory()
+        optimizer = accelerator.prepare(torch.optim.SGD(inner.parameters(), lr=1.0))
+    nn.init.constant_(inner.weight, 1 + 2**-10)  # 1 in bfloat16
+    return weights, inner(torch.ones(1, 1)).item()
+
+
+def test_a_model_that_was_freed_trains_on_with_a_new_optimizer():
+    """As transformers' Trainer has it, whose second train() prepares the optimizer alone."""
+    assert run_ranks(trained_twice, 2) == [([-0.5, -2.0], 1.0)] * 2
+
+
 def test_the_end_of_a_loader_closes_no_window_if_that_is_asked_for():
     plugin = GradientAccumulationPlugin(num_steps=4, sync_with_dataloader=False)
     assert "".join(policy_optimization(Accelerator(cpu=True, gradient_accumulation_plugin=plugin))) == "...S...S."

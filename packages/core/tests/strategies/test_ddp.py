@@ -483,6 +483,21 @@ def wrappers_again() -> dict[str, Any]:
     return found
 
 
+def precision_inside_a_wrapper() -> float:
+    """What the model inside a wrapper computes, prepared once, freed, and prepared again as the wrapper."""
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    inner = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(inner.weight, 1 + 2**-10)  # 1 in bfloat16
+    wrapper = accelerator.prepare(inner)
+    accelerator.free_memory()
+    accelerator.prepare(wrapper)
+    return inner(torch.ones(1, 1)).item()
+
+
+def test_the_model_inside_a_wrapper_that_is_prepared_again_has_the_precision() -> None:
+    assert run_ranks(precision_inside_a_wrapper, 2) == [1.0, 1.0]
+
+
 def test_a_wrapper_that_is_prepared_again_keeps_the_users_names() -> None:
     """And what a wrapper says once its group has ended."""
     for found in run_ranks(wrappers_again, 2):

@@ -110,7 +110,7 @@ class DDP(Strategy):
         is_bare = trains and not isinstance(model, DistributedDataParallel)
         if is_bare:
             check_alike(model, self._world)
-        place_model(model, request)
+        place_model(model.module if isinstance(model, DistributedDataParallel) else model, request)
         if is_bare:
             model = self._wrap(model, request.policy)
         if isinstance(model, DistributedDataParallel) and not request.evaluation:
