@@ -16,6 +16,10 @@ def test_libraries_find_the_version_whose_behaviour_is_offered():
     assert "accelerate" in metadata.packages_distributions()["accelerate"]
 
 
+def test_sentence_transformers_finds_the_owner_that_it_looks_for():
+    assert "huggingface" in metadata.metadata("accelerate")["Home-page"]
+
+
 def test_the_other_distribution_is_refused(monkeypatch):
     monkeypatch.setattr(metadata, "version", lambda name: "1.15.0")
     with pytest.raises(ImportError, match=r"accelerate 1\.15\.0 and accel-compat were installed in one environment"):
