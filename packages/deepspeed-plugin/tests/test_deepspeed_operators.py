@@ -66,10 +66,9 @@ def use(builder: Builder, folder: Path, set_attribute, set_variable) -> None:
 def test_an_operator_is_missing_until_it_is_compiled(tmp_path, capsys):
     assert examine(NAME) == (NAME, "missing", str(tmp_path / NAME))
     assert main(["build"]) == 0
-    assert capsys.readouterr() == (
-        f"toy: compiled in 0 s, {tmp_path / NAME}\n",
-        "toy: compiling, a minute or several …\n",
-    )
+    output, errors = capsys.readouterr()
+    assert output == f"toy: compiled in 0 s, {tmp_path / NAME}\n"
+    assert errors.endswith("toy: compiling, a minute or several …\n")  # behind what torch may say of the compiler
     assert examine(NAME).state == "built"
     assert main(["build", NAME]) == 0
     assert capsys.readouterr() == (f"toy: built in 0 s, {tmp_path / NAME}\n", "")
