@@ -162,6 +162,9 @@ def test_the_older_name_of_the_devices_is_known():
         (["--nproc-per-node", "2"], "Type --num-processes"),
         (["--xqzw"], "no such option. `accel launch -h` shows all options"),
         (["-x"], "-x was given, and there is no such option. `accel launch -h` shows all options"),
+        (["--gpus", "2"], "--gpus was given, which is no option here. Type --num-processes, which counts"),
+        (["--nodes", "2"], r"--nodes was given, and there is no such option\. `accel launch -h` shows"),
+        (["--hostfile", "x"], r"--hostfile was given, and there is no such option\. `accel launch -h` shows"),
         (["-np", "2"], "-np was given, which is no option here. Type --num-processes"),
         (
             ["--strategy"],

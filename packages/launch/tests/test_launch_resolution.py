@@ -232,6 +232,7 @@ def test_what_another_source_overrides_is_checked_all_the_same():
         ({"file": {"fsdp": True}}, "such as `fsdp: {option: value}`. Write `strategy: fsdp` to choose it"),
         ({"file": {"dynamo": "inductor"}}, "expected a mapping of them, such as `dynamo: {option: value}`\\.$"),
         ({"file": {"strategy": "fdsp"}}, "'fdsp' was asked for, and nothing.*Type 'fsdp' if that was meant"),
+        ({"file": {"mixed_precision": 16}}, "'16' was asked for, and nothing.*Type 'fp16' if that was meant"),
         ({"environ": {"ACCELERATE_STRATEGY": "megatron_lm"}}, "Type 'megatron' if that was meant"),
         ({"environ": {"ACCELERATE_FSDPP__CPU_OFFLOAD": "1"}}, "Type ACCELERATE_FSDP__CPU_OFFLOAD if that was meant"),
         (

@@ -88,7 +88,7 @@ def _program(command_line: CommandLine) -> Program:
         )
     if not command_line.rest:
         raise SettingsError(
-            "Nothing was given that could be started. Type a script behind the options: accel launch --cpu script.py"
+            "Nothing was given that could be started. Type a script after the options: accel launch --num-processes 2 script.py"
         )
     target, *arguments = command_line.rest
     return Program("module" if is_module else "program" if is_program else "script", target, tuple(arguments))

@@ -1,4 +1,4 @@
-"""Replacements for options of other launchers (Accelerate, torchrun, mpirun): data for messages.
+"""Replacements for options of other launchers (Accelerate, torchrun, DeepSpeed, mpirun): data for messages.
 
 Options of the same name and meaning are missing: they are options here. Names are spelled with
 underscores, without dashes; a star at the end stands for all with that beginning and no own row.
@@ -73,7 +73,7 @@ _WHAT_TO_TYPE = {
     "`accel launch` on each machine, or srun or mpirun around it": "deepspeed_multinode_launcher",
     "--strategy megatron, and what `accel launch --megatron -h` shows": "use_megatron_lm megatron_lm_*",
     "--num-processes": "np n",
-    "--num-processes, which counts those of all machines together": "nproc_per_node",
+    "--num-processes, which counts those of all machines together": "nproc_per_node num_gpus gpus",
     "--num-machines, and --min-machines for the least": "nnodes",
     "--machine-rank": "node_rank",
     "--main-process-ip": "master_addr",

@@ -156,7 +156,7 @@ class _Resolution:
         given = self._first(role)
         if given is None:
             return []
-        names = chosen_names(role, given.data)
+        names = chosen_names(role, _as_texts(given.data))
         if role in SEVERAL and ALL in names:
             names = [*self._catalog.working(role), *(name for name in names if name != ALL)]
         return [name for name in names if self._is_there(role, name, given)]

@@ -35,8 +35,9 @@ def unknown_option(
     if dot:
         nearby = nearest(section, [each.replace("-", "_") for each in catalog.sections])
         meant = nearby and f"{flag_of(nearby)}.{option.replace('_', '-')}"
-    elif flag.startswith("--"):  # a letter is near to too much
-        meant = nearest(flag_of(name), _flags(catalog, switches, mentioned))
+    elif flag.startswith("--"):  # a letter is near to too much; so are two dashes, which all flags have
+        nearby = nearest(flag_of(name)[2:], [each[2:] for each in _flags(catalog, switches, mentioned)])
+        meant = nearby and f"--{nearby}"
     return SettingsError(f"{flag} was given, and there is no such option. {_if_meant(meant)}{_ALL}")
 
 
