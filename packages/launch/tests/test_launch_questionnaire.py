@@ -54,6 +54,7 @@ def type_over(text: str) -> str:
 def test_the_file_that_the_questionnaire_writes_launches_the_quickstart(tmp_path: Path):
     path = tmp_path / "config.yaml"
     with terminal("-m", "accel_launch", "config", "--config-file", path) as opened:
+        opened.wait_for_text("accept the value shown, or edit it first")
         opened.wait_for(r"^\? num_machines: Number of machines in the run\.")
         opened.send(type_over("two"))
         opened.wait_for(r"expected a whole number")

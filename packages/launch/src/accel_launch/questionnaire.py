@@ -75,7 +75,8 @@ def ask(catalog: Catalog, path: Path) -> int:
     before = _read(catalog, path)
     peers = [each for each in peer_paths(os.environ) if each.is_file()]
     say(
-        "Press Enter to accept the value shown, and the arrow keys to move in a list. Ctrl-C leaves and writes nothing."
+        "Press Enter to accept the value shown, or edit it first; the arrow keys move in a list. Ctrl-C leaves and writes "
+        "nothing."
     )
     if peers and not path.exists():
         say(f"Accelerate has a file at {peers[0]}: `accel config import` carries it over.")
