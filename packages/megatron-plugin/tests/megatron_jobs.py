@@ -294,14 +294,16 @@ def train(mesh, steps=1, clip=None, **options):
 
 def placed(place):
     """The arrangement of a name: sizes of Megatron, or another strategy."""
+    if not isinstance(place, str):
+        return place
     if place in MESHES:
         return MESHES[place][1]
     return {"alone": "single", "single": {}}.get(place, place)
 
 
-def save(place, steps, folder):
+def save(place, steps, folder, **options):
     """Trains so many steps, and saves."""
-    run = Run(placed(place), gated=True)
+    run = Run(placed(place), gated=True, **options)
     losses = []
     for step in range(steps):
         losses.append(run.window(step).item())
@@ -310,9 +312,9 @@ def save(place, steps, folder):
     return losses
 
 
-def resume(place, steps, folder):
+def resume(place, steps, folder, **options):
     """Loads into a run with other weights, and trains on."""
-    run = Run(placed(place), gated=True)
+    run = Run(placed(place), gated=True, **options)
     with torch.no_grad():
         for each in run.accelerator.unwrap_model(run.model).parameters():
             each.mul_(0.5)

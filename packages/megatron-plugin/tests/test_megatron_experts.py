@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from functools import cache
+from types import SimpleNamespace
 
+import megatron_cpu
 import pytest
 import torch
-from megatron_jobs import Run, assemble, inputs, loss_fn, reference, train
+from megatron_jobs import Run, assemble, gpt, groups_of, inputs, loss_fn, reference, resume, save, train
 
+from accel_core import Accelerator
+from accel_megatron import Megatron
+from accel_megatron.layouts import _name
 from accel_testing import run_ranks
 
 EXPERTS, STEPS, CLIP = 4, 6, 0.5
@@ -33,6 +38,51 @@ def test_two_processes_that_share_experts_train_as_one(options):
         assert own == pytest.approx(losses, rel=1e-5)
         assert own_norms == pytest.approx(norms, rel=1e-5)
     assert losses[-1] < losses[0]
+
+
+EP2, EP2_DO, PP2 = (
+    {"expert_parallel": 2},
+    {"expert_parallel": 2, "distributed_optimizer": True},
+    {"pipeline_parallel": 2},
+)
+BIASED = {"moe_router_enable_expert_bias": True, "moe_router_score_function": "sigmoid"}
+"""Routers with buffers that steps of the optimizer change."""
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "options"),
+    [(EP2, EP2_DO, {}), ({}, EP2, {}), (EP2_DO, {}, {}), (EP2, PP2, BIASED), (PP2, EP2, BIASED)],
+    ids=["within", "divided", "gathered", "to a pipeline", "from a pipeline"],
+)
+def test_experts_of_all_processes_are_saved_and_go_on_elsewhere(first, second, options, tmp_path):
+    half, folder, options = STEPS // 2, str(tmp_path / "saved"), {"experts": EXPERTS, **options}
+    [whole] = run_ranks(save, 1, {}, STEPS, str(tmp_path / "whole"), **options)
+    for own in run_ranks(save, 2 if first else 1, first, half, folder, **options):
+        assert own == pytest.approx(whole[:half], rel=1e-5)
+    for own in run_ranks(resume, 2 if second else 1, second, half, folder, **options):
+        assert own == pytest.approx(whole[half:], rel=1e-5)
+
+
+def prepared_by_hand():
+    megatron_cpu.use_cpu()
+    accelerator = Accelerator(strategy=Megatron(expert_parallel=2), cpu=True)
+    model = gpt({"expert_model_parallel_size": 2}, experts=EXPERTS)
+    with pytest.raises(ValueError, match=r"those of one\. Make it by accelerator.build_model\(factory\)"):
+        accelerator.prepare(model, torch.optim.AdamW(groups_of(model)))
+
+
+def test_a_model_with_experts_that_was_not_built_by_the_accelerator_is_refused():
+    run_ranks(prepared_by_hand, 2)
+
+
+def test_grouped_experts_have_their_numbers_in_the_whole_model():
+    declared = SimpleNamespace(
+        key="decoder.layers.3.mlp.experts.experts.linear_fc1.weight", global_offset=(5, 0, 0), prepend_axis_num=1
+    )
+    assert (
+        _name("decoder.layers.1.mlp.experts.linear_fc1.weight1", declared)
+        == "decoder.layers.3.mlp.experts.linear_fc1.weight5"
+    )
 
 
 def gradients_of_routers():

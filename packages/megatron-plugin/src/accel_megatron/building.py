@@ -12,7 +12,7 @@ from torch import nn
 from accel_checkpoint import load_weights, on_each_rank
 from accel_core import place_model
 from accel_core.api.strategy import check_alike
-from accel_megatron.layouts import parts_of
+from accel_megatron.layouts import parts_of, shares_experts
 from accel_megatron.model_engine import ModelEngine
 from accel_megatron.random_streams import begin
 from accel_megatron.stages import Stages, build_chunks
@@ -35,7 +35,7 @@ def build(
     options: Options,
     number: int,
 ) -> nn.Module:
-    """This rank's stages of a model; the model itself, if there is no pipeline. A collective.
+    """This rank's stages of a model, or its experts; the model itself, if it has all. A collective.
 
     `number`: of the model, for each begins random streams of its own.
     """
@@ -52,7 +52,8 @@ def build(
             warnings.simplefilter("ignore")
             chunks = build_chunks(factory, settings, rank, sizes.pipeline, sizes.virtual)
         check_models(chunks, sizes, options)
-        return chunks[0] if sizes.pipeline == 1 else Stages(chunks)
+        is_pipeline = sizes.pipeline > 1
+        return Stages(chunks, is_pipeline) if is_pipeline or shares_experts(chunks[0]) else chunks[0]
 
     model = on_each_rank(world, "for a model to be built", made)
     begin(world, 2 * number + 1)  # for dropout
@@ -72,6 +73,11 @@ def prepare(
     chunks = list(model.chunks) if isinstance(model, Stages) else [model]
     trains = not request.evaluation and any(parameter.requires_grad for parameter in model.parameters())
     if trains:
+        if not isinstance(model, Stages) and shares_experts(model):
+            raise ValueError(
+                f"A {type(model).__name__} was prepared whose experts are shared among processes, but in each process they have the same names, "
+                f"so a checkpoint would have those of one. Make it by accelerator.build_model(factory), which names them."
+            )
         on_each_rank(world, "for a model to be checked", lambda: check_models(chunks, sizes, options))
         if sizes.tensor == sizes.pipeline == sizes.expert == 1:
             check_alike(model, world)

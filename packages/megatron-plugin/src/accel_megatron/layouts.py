@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 _LAYER = re.compile(r"(?<=\.)layers\.\d+\.")
-_EXPERT = re.compile(r"(local_experts\.)(\d+)")
+_EXPERT = re.compile(r"(local_experts\.|\.linear_fc\d\.(?:weight|bias))(\d+)")  # of a sequence, of a grouped layer
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,11 @@ def parts_of(chunk: nn.Module) -> Iterator[Part]:
             boxes = [_box(each) for each in tensors]
             _check(local, parameter, [box for _, box in boxes])
             yield Part(_name(local, entry), local, parameter, Extent(boxes[0][0], tuple(box for _, box in boxes)))
+
+
+def shares_experts(chunk: nn.Module) -> bool:
+    """Whether this rank has some of the experts of a model, and others the rest: `expert_parallel` above 1."""
+    return not all(getattr(each, "allreduce", True) for each in chunk.parameters())  # Megatron's mark of experts
 
 
 def _declared(chunk: Any) -> dict[str, Any]:

@@ -1,10 +1,11 @@
-"""The stages of a pipeline on one rank, as one module with the names of the whole model."""
+"""The part of a model on one rank, as one module with the names of the whole model."""
 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,8 +17,11 @@ if TYPE_CHECKING:
     from accel_core import World
 
 
+_NUMBERED = re.compile(r"\.(?:layers|local_experts)\.\d+\.")
+
+
 class Stages(nn.Module):
-    """A rank's stages of a model, made by `accelerator.build_model`.
+    """A rank's stages of a model, or its experts, made by `accelerator.build_model`.
 
     Parameters have their names in the whole model: `decoder.layers.7.…` also where it is the first
     layer of its stage. A stage takes activations from the one before, so it cannot be called:
@@ -25,19 +29,21 @@ class Stages(nn.Module):
 
     Args:
         chunks: the stages, in order; several if they are interleaved.
+        is_pipeline: False: the one chunk has all layers, and some of the experts. It can be called,
+            and has the attributes of the chunk.
     """
 
-    def __init__(self, chunks: list[nn.Module]) -> None:
+    def __init__(self, chunks: list[nn.Module], is_pipeline: bool = True) -> None:
         super().__init__()
         self.chunks = nn.ModuleList(chunks)
+        self._is_pipeline = is_pipeline
         self._names: dict[str, str] = {}
-        self._layers: dict[str, str] = {}  # prefixes, for buffers and what else has no declaration of its own
+        self._prefixes: dict[str, str] = {}  # for buffers and what else has no declaration of its own
         for number, chunk in enumerate(chunks):
             for part in parts_of(chunk):
                 local = f"chunks.{number}.{part.local}"
                 self._names[local] = part.name
-                if ".layers." in local and ".layers." in part.name:
-                    self._layers[_layer(local)] = _layer(part.name)
+                self._prefixes.update(zip(_numbered(local), _numbered(part.name), strict=False))
 
         self.order: list[tuple[str, tuple[int, ...] | None, torch.dtype | None]] = []
 
@@ -61,8 +67,16 @@ class Stages(nn.Module):
         """Megatron's configuration of the model."""
         return self.chunks[0].config
 
-    def forward(self, *_: Any, **__: Any) -> NoReturn:
-        """Raises `RuntimeError`."""
+    def __getattr__(self, name: str) -> Any:
+        own = vars(self)
+        if name.startswith("_") or name in own["_modules"] or own.get("_is_pipeline", True):
+            return super().__getattr__(name)
+        return getattr(self.chunks[0], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the chunk; `RuntimeError` in a pipeline."""
+        if not self._is_pipeline:
+            return self.chunks[0](*args, **kwargs)
         raise RuntimeError(
             "model(batch) was called, but this rank has a stage of a pipeline, which takes activations and no batches. Call "
             "accelerator.forward_backward(model, micro_batches, loss_fn), inside torch.no_grad() for an evaluation."
@@ -87,14 +101,13 @@ class Stages(nn.Module):
         """The name in the whole model of `chunks.<number>.<name in the stage>`."""
         if name in self._names:
             return self._names[name]
-        prefix = _layer(name) if ".layers." in name else ""
-        return self._layers[prefix] + name[len(prefix) :] if prefix in self._layers else name.split(".", 2)[2]
+        known = [prefix for prefix in _numbered(name) if prefix in self._prefixes]
+        return self._prefixes[known[-1]] + name[len(known[-1]) :] if known else name.split(".", 2)[2]
 
 
-def _layer(name: str) -> str:
-    """The name up to the number of a layer, with its dot."""
-    before, _, after = name.partition(".layers.")
-    return f"{before}.layers.{after.split('.', 1)[0]}."
+def _numbered(name: str) -> list[str]:
+    """The name up to the number of its layer, and of its expert, with the dot behind it."""
+    return [name[: match.end()] for match in _NUMBERED.finditer(name)]
 
 
 def build_chunks(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from accel_checkpoint import capture_model
-from accel_core.api.layouts import Elementwise, Entry, Opaque
+from accel_core.api.layouts import Elementwise, Entry, Opaque, Replicated
 from accel_megatron.layouts import parts_of
 from accel_megatron.model_engine import engine_that_steps
 from accel_megatron.sharding import MegatronSharding
@@ -27,6 +27,8 @@ def model_state(model: nn.Module) -> dict[str, Entry]:
     found: dict[str, Entry] = {}
     for number, chunk in enumerate(chunks):
         for local, entry in capture_model(chunk, sharding).items():
+            if isinstance(entry, Replicated):  # a buffer, which other stages have not
+                entry = Elementwise.whole(entry.data)
             found[model.named(f"chunks.{number}.{local}")] = entry
     masters = any((engine := engine_that_steps(each)) is not None and engine.shards for each in model.parameters())
     return {
