@@ -126,8 +126,11 @@ def merge_fsdp_weights(
     """Writes the weights of a folder that ranks wrote together as `model.safetensors`, or `pytorch_model.bin`.
 
     Call it in one process; it takes as much memory as the weights do. `ValueError` if
-    `checkpoint_dir` is no such folder, `CheckpointError` if it is damaged.
+    `checkpoint_dir` is no such folder, or is to be removed with `output_path` in it,
+    `CheckpointError` if it is damaged.
     """
+    if remove_checkpoint_dir:
+        check_outside(output_path, checkpoint_dir)
     folder = Path(checkpoint_dir)
     if not (folder / ".metadata").is_file():
         listed = sorted(path.name for path in folder.glob(f"{FSDP_MODEL_NAME}_*")) if folder.is_dir() else []
@@ -139,6 +142,14 @@ def merge_fsdp_weights(
     write_weights(state, output_path, safe_serialization=safe_serialization)
     if remove_checkpoint_dir:
         shutil.rmtree(folder)
+
+
+def check_outside(output: Location, removed: Location) -> None:
+    """Raises `ValueError` if what is written would be removed with the folder that it is made of."""
+    if Path(output).resolve().is_relative_to(Path(removed).resolve()):
+        raise ValueError(
+            f"{output} was to be written, and {removed}, in which it is, to be removed afterwards. Give a folder outside of that."
+        )
 
 
 def enable_fsdp_ram_efficient_loading() -> None:
@@ -192,7 +203,7 @@ def _write(accelerator: Any, kind: str, state: dict[str, Any], place: Path, *, u
     place.parent.mkdir(parents=True, exist_ok=True)
     if place.suffix == ".bin":
         if accelerator.process_index == 0:
-            torch.save(state, place)
+            accelerator.save(state, place)  # the whole file or none: a full disk leaves the one of the last save
     elif use_dcp:
         _checkpoint().save({kind: state}, checkpoint_id=place)
     else:

@@ -182,6 +182,30 @@ def test_weights_are_merged_by_ours(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "safetensors" in capsys.readouterr().err
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process writes, without a group
+def test_parts_that_fsdp_wrote_are_merged(tmp_path: Path):
+    import torch
+    from safetensors.torch import load_file
+    from torch.distributed import checkpoint
+
+    checkpoint.save({"model": {"weight": torch.ones(2)}}, checkpoint_id=tmp_path / "in", no_dist=True)
+    assert main(["merge-weights", "--remove_checkpoint_dir", str(tmp_path / "in"), str(tmp_path / "out")]) == 0
+    assert load_file(tmp_path / "out" / "model.safetensors")["weight"].tolist() == [1, 1]
+    assert not (tmp_path / "in").exists()
+
+
+@pytest.mark.parametrize("output", ["in", "in/merged"])
+def test_a_folder_with_the_merged_weights_in_it_is_not_removed(output: str, tmp_path: Path, capsys):
+    import torch
+    from safetensors.torch import save_file
+
+    (tmp_path / "in").mkdir()
+    save_file({"weight": torch.ones(2, 2)}, tmp_path / "in" / "model.safetensors")
+    assert main(["merge-weights", "--remove_checkpoint_dir", str(tmp_path / "in"), str(tmp_path / output)]) == 2
+    assert "in which it is, to be removed afterwards. Give a folder outside of that." in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "in").iterdir()] == ["model.safetensors"]
+
+
 def test_memory_is_estimated_by_ours(capsys: pytest.CaptureFixture[str]):
     assert main(["estimate-memory", "--library_name", "timm", "resnet50"]) == 2
     assert "accel estimate-memory timm:create_model" in capsys.readouterr().err

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import signal
 from pathlib import Path
 
 import pytest
@@ -89,6 +91,26 @@ def test_what_was_written_is_read_on_two_ranks(tmp_path, kind, adapter_only, use
     assert sorted(path.name for path in tmp_path.iterdir()) == files
 
 
+def saved_on_a_full_disk(folder):
+    """Whether the file of the last save is there, and whole, when the next one has no room."""
+    from accelerate.utils import FullyShardedDataParallelPlugin, save_fsdp_model
+
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="FULL_STATE_DICT")
+    accelerator, model, _ = trained(0)
+    save_fsdp_model(plugin, accelerator, model, folder)
+    file = Path(folder) / "pytorch_model_fsdp.bin"
+    before = file.read_bytes()
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (256, resource.RLIM_INFINITY))
+    with pytest.raises(OSError, match="File too large"):
+        save_fsdp_model(plugin, accelerator, model, folder)
+    return file.read_bytes() == before
+
+
+def test_a_save_that_has_no_room_leaves_the_one_before(tmp_path):
+    assert run_ranks(saved_on_a_full_disk, 1, tmp_path) == [True]
+
+
 def read_nothing(folder, use_dcp):
     """What every rank says of files of which one is missing."""
     from accelerate.utils import FullyShardedDataParallelPlugin, load_fsdp_model, save_fsdp_model
@@ -119,7 +141,10 @@ def test_a_folder_of_parts_is_merged(tmp_path):
     before, *_ = run_ranks(saved_and_loaded, 2, tmp_path, "SHARDED_STATE_DICT", False, True)[0]
     with pytest.raises(ValueError, match="pytorch_model_fsdp_0"):
         merge_fsdp_weights(tmp_path, tmp_path / "merged")
-    merge_fsdp_weights(tmp_path / "pytorch_model_fsdp_0", tmp_path / "merged", remove_checkpoint_dir=True)
+    parts = tmp_path / "pytorch_model_fsdp_0"
+    with pytest.raises(ValueError, match="Give a folder outside of that"):
+        merge_fsdp_weights(parts, parts / "merged", remove_checkpoint_dir=True)
+    merge_fsdp_weights(parts, tmp_path / "merged", remove_checkpoint_dir=True)
     from accelerate.utils import load_state_dict
 
     merged = load_state_dict(tmp_path / "merged" / "model.safetensors")

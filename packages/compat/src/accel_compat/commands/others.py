@@ -7,10 +7,12 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from accel_compat.commands.config_file import present_file
 from accel_compat.commands.options import Parser
+from accel_compat.fsdp_weights import check_outside, merge_fsdp_weights
 from accel_launch import run_command
 
 
@@ -74,13 +76,19 @@ def merge_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def merge_command(args: argparse.Namespace) -> int:
-    """Writes weights by `accel merge-weights`; deletes the checkpoint afterwards if that was asked for."""
+    """Writes weights; deletes the checkpoint afterwards if that was asked for. Raises `ValueError` if they are in it."""
     if args.unsafe_serialization:
         raise ValueError(
             "--unsafe_serialization was given, and weights are written as safetensors, which every library loads. "
             "Leave it out."
         )
-    status = run_command(["merge-weights", args.checkpoint_directory, args.output_path])
+    if args.remove_checkpoint_dir:
+        check_outside(args.output_path, args.checkpoint_directory)
+    if (Path(args.checkpoint_directory) / ".metadata").is_file():
+        merge_fsdp_weights(args.checkpoint_directory, args.output_path)
+        status = 0
+    else:
+        status = run_command(["merge-weights", args.checkpoint_directory, args.output_path])
     if status == 0 and args.remove_checkpoint_dir:
         shutil.rmtree(args.checkpoint_directory)
     return status
