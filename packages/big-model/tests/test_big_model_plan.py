@@ -14,7 +14,7 @@ from estimate_jobs import MODELS, batch_of, loss_of, peak_of_steps
 from torch import nn
 
 from accel_big_model import estimate_memory, init_empty_weights, plan_training
-from accel_big_model.planning.command import FITS, NO_ANSWER, NOTHING_FITS, main
+from accel_big_model.planning.command import FITS, NO_ANSWER, NOTHING_FITS, main, parser
 from accel_big_model.planning.configuration import write_configuration
 from accel_core import Accelerator
 from accel_testing import preload, run_ranks
@@ -219,3 +219,8 @@ def test_activation_checkpointing_takes_what_is_estimated():
     print(told)
     assert estimate.peak < without.peak
     assert abs(estimate.peak - measured) < 0.1 * measured, told
+
+
+def test_a_tilde_is_the_home_folder_also_behind_an_equals_sign(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert parser().parse_args(["model", "--output=~/plan.yaml"]).output == str(tmp_path / "plan.yaml")

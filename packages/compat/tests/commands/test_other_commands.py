@@ -206,6 +206,15 @@ def test_a_folder_with_the_merged_weights_in_it_is_not_removed(output: str, tmp_
     assert [path.name for path in (tmp_path / "in").iterdir()] == ["model.safetensors"]
 
 
+def test_a_tilde_is_the_home_folder_also_behind_an_equals_sign(home: Path):
+    assert main(["config", "default", "--config_file=~/first.yaml"]) == 0
+    assert main(["config", "update", "--config_file=~/first.yaml"]) == 0
+    config = {"fsdp_config": {"fsdp_offload_params": False}, "distributed_type": "FSDP"}
+    write(str(home / "second.yaml"), config)
+    main(["to-fsdp2", "--config_file=~/second.yaml", "--output_file=~/third.yaml"])
+    assert {"first.yaml", "second.yaml", "third.yaml"} <= {path.name for path in home.iterdir()}
+
+
 def test_memory_is_estimated_by_ours(capsys: pytest.CaptureFixture[str]):
     assert main(["estimate-memory", "--library_name", "timm", "resnet50"]) == 2
     assert "accel estimate-memory timm:create_model" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -91,7 +92,8 @@ def parser() -> argparse.ArgumentParser:
     add("--input", metavar="SHAPE", help="shape of one row, such as 3x224x224; or module:function that returns a batch")
     add("--arguments", default="{}", metavar="JSON", help="arguments of module:function, such as '{\"layers\": 4}'")
     add("--trust-remote-code", action="store_true", help="run code that comes with a model on the Hugging Face Hub")
-    add("--output", metavar="FILE", help="write the configuration to this new file, for accel launch --config-file")
+    about = "write the configuration to this new file, for accel launch --config-file"
+    add("--output", metavar="FILE", type=os.path.expanduser, help=about)  # no shell does so in --output=~/plan.yaml
     add("--json", action="store_true", help="print JSON: all sizes in bytes")
     return page
 

@@ -30,15 +30,21 @@ def get_config_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         else subparsers.add_parser("config", description=about, help=about)
     )
     where = f"the file; without it {default_yaml_config_file}"
-    parser.add_argument("--config_file", "--config-file", metavar="FILE", help=where)
+    parser.add_argument("--config_file", "--config-file", type=os.path.expanduser, metavar="FILE", help=where)
     parser.set_defaults(func=config_command)
     parts = parser.add_subparsers(dest="subcommand", metavar="{default,update}")
     default = parts.add_parser("default", help="write what suits this machine")
-    default.add_argument("--config_file", "--config-file", dest="save_location", default=default_yaml_config_file)
+    default.add_argument(
+        "--config_file",
+        "--config-file",
+        type=os.path.expanduser,
+        dest="save_location",
+        default=default_yaml_config_file,
+    )
     default.add_argument("--mixed_precision", "--mixed-precision", choices=_PRECISIONS, default="no")
     default.set_defaults(func=default_config_command)
     update = parts.add_parser("update", help="read a file, of an older version too, and write it again")
-    update.add_argument("--config_file", "--config-file", default=None)
+    update.add_argument("--config_file", "--config-file", type=os.path.expanduser, default=None)
     update.set_defaults(func=update_config_command)
     return parser
 

@@ -62,8 +62,10 @@ def to_fsdp2_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         if subparsers is None
         else subparsers.add_parser("to-fsdp2", description=about, help=about)
     )
-    parser.add_argument("--config_file", required=True, metavar="FILE", help="the file to convert")
-    parser.add_argument("--output_file", metavar="FILE", help="where to write the result")
+    parser.add_argument(
+        "--config_file", type=os.path.expanduser, required=True, metavar="FILE", help="the file to convert"
+    )
+    parser.add_argument("--output_file", type=os.path.expanduser, metavar="FILE", help="where to write the result")
     parser.add_argument("--overwrite", action="store_true", help="replace a file that is there")
     return parser
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import subprocess
 import sys
@@ -26,7 +27,7 @@ def _parser(name: str, about: str, subparsers: Any) -> argparse.ArgumentParser:
 def env_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """A parser for `accelerate env`."""
     parser = _parser("env", "Print facts for a bug report, by `accel env`.", subparsers)
-    parser.add_argument("--config_file", metavar="FILE", help="show this configuration file")
+    parser.add_argument("--config_file", type=os.path.expanduser, metavar="FILE", help="show this configuration file")
     return parser
 
 
@@ -38,7 +39,9 @@ def env_command(args: argparse.Namespace) -> int:
 def test_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:  # noqa: PT028
     """A parser for `accelerate test`."""
     parser = _parser("test", "Check this set-up for real, by `accel test`.", subparsers)
-    parser.add_argument("--config_file", metavar="FILE", help="the configuration file, instead of the user's")
+    parser.add_argument(
+        "--config_file", type=os.path.expanduser, metavar="FILE", help="the configuration file, instead of the user's"
+    )
     return parser
 
 
