@@ -36,14 +36,22 @@ def test_every_package_that_trains_says_which_torch_it_needs():
     }  # the one names the others, the other has no code
 
 
-def test_nox_oldest_runs_the_tests_of_the_others_with_that_torch():
-    (session,) = (
-        node
+@pytest.mark.parametrize(
+    ("session", "call"),
+    [
+        ("oldest", "run_tests(session, older, GROUPS['test'], OLDEST)"),
+        ("newest", "run_tests(session, TESTED, TEST, NEWEST)"),
+    ],
+)
+def test_sessions_of_nox_run_the_tests_with_the_torch_of_both_ends(session, call):
+    functions = {
+        node.name: ast.unparse(node)
         for node in ast.parse((ROOT / "noxfile.py").read_text(encoding="utf-8")).body
-        if isinstance(node, ast.FunctionDef) and node.name == "oldest"
-    )
-    assert "constraints=OLDEST" in ast.unparse(session)
-    assert "folders(names or older)" in ast.unparse(session)
+        if isinstance(node, ast.FunctionDef)
+    }
+    assert call in functions[session]
+    assert "constraints=constraints" in functions["run_tests"]
+    assert "folders(names or packages)" in functions["run_tests"]
 
 
 @pytest.mark.parametrize("package", PROJECTS)
@@ -53,8 +61,8 @@ def test_pythons_are_those_of_the_page(package):
     assert re.findall(r'"Programming Language :: Python :: (3\.\d+)"', project) in ([], list(PYTHONS))
 
 
-def test_the_page_has_every_package_the_torch_of_both_ends_and_every_python():
+def test_the_page_has_every_package_each_torch_and_every_python():
     page = (ROOT / "docs" / "reference" / "versions.md").read_text(encoding="utf-8")
     names = [re.search(r'^name = "(.*)"$', project, re.MULTILINE)[1] for project in WITH_TORCH.values()]
-    torches = [pinned("constraints-oldest.txt"), pinned("constraints.txt")]
+    torches = [pinned(f"constraints{which}.txt") for which in ("-oldest", "", "-newest")]
     assert [each for each in (*names, *torches, *PYTHONS) if each not in page] == []

@@ -120,10 +120,13 @@ def third_party(module, name, **options):
 
 # That of torch 2.9 has the state that its constructor made and makes no other, so that a trial copy of it cannot step.
 ADAGRAD = ["Adagrad"] if "full_like" in inspect.getsource(torch.optim.Adagrad._init_group) else []
+# Before torch 2.15, its entries of a cut tensor cannot be set by a mask.
+RPROP = {"Rprop": torch.optim.Rprop} if torch.__version__ >= "2.15" else {}
 OF_TORCH = ("SGD", "Adam", "AdamW", *ADAGRAD, "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop")
 TAKEN = {
     **{name: partial(getattr(torch.optim, name), lr=0.1) for name in OF_TORCH},
     **{f"{name} foreach": partial(getattr(torch.optim, name), lr=0.1, foreach=True) for name in OF_TORCH},
+    **RPROP,
     "Adam fused": partial(torch.optim.Adam, lr=0.1, fused=True),
     "AdamW fused": partial(torch.optim.AdamW, lr=0.1, fused=True),
     "SGD momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
@@ -137,7 +140,7 @@ TAKEN = {
 }
 REFUSED = {
     **({} if ADAGRAD else {"Adagrad": (torch.optim.Adagrad, "it raised KeyError: 'sum'")}),
-    "Rprop": (torch.optim.Rprop, r"it raised RuntimeError: .*aten\.index_put_"),
+    **({} if RPROP else {"Rprop": (torch.optim.Rprop, r"it raised RuntimeError: .*aten\.index_put_")}),
     "Rprop foreach": (
         partial(torch.optim.Rprop, foreach=True),
         r"it raised .* aten\._foreach",

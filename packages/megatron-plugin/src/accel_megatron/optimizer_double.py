@@ -64,10 +64,9 @@ def distributed(
         bf16=any(each.dtype == torch.bfloat16 for each in parameters),
         use_distributed_optimizer=True,
     )
-    with torch.no_grad():
-        return DistributedOptimizer(
-            _again(optimizer, groups), config, None, None, list(chunks), dict(buffers), group, gloo, 0, 0
-        )
+    return DistributedOptimizer(
+        _again(optimizer, groups), config, None, None, list(chunks), dict(buffers), group, gloo, 0, 0
+    )
 
 
 def copy_options(optimizer: Optimizer, double: Optimizer) -> None:
