@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 import pytest
 import torch
 from dispatched_loaders import Sizes, StatefulStream, Stream, dispatched, in_order, real, taken
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 
 from accel_core import Feed, World
 from accel_core.api.component import broadcast_object
@@ -159,27 +160,93 @@ def test_an_epoch_is_begun_again_on_all_ranks():
             assert again == whole, kind
 
 
+class Drawn(Sampler):
+    """Draws an order of its own, from torch's stream."""
+
+    def __iter__(self):
+        return iter(torch.randperm(9).tolist())
+
+    def __len__(self):
+        return 9
+
+
+class Doubling(DataLoader):
+    """Iterates in its own way."""
+
+    def __iter__(self):
+        return (2 * batch for batch in super().__iter__())
+
+
+class Augmented:
+    """Draws for each sample."""
+
+    def __len__(self):
+        return 9
+
+    def __getitem__(self, index):
+        return torch.tensor([float(index), torch.rand(()), random.random()])
+
+
+SHORT = {
+    "stream": lambda: DataLoader(Stream(9), batch_size=2),
+    "in order": lambda: DataLoader(range(9), batch_size=2),
+    "shuffled": lambda: DataLoader(range(9), batch_size=2, shuffle=True),
+    "workers": lambda: DataLoader(range(9), batch_size=2, shuffle=True, num_workers=1),
+    "generator": lambda: DataLoader(
+        range(9), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(World.current().rank)
+    ),
+    "own sampler": lambda: DataLoader(range(9), batch_size=2, sampler=Drawn()),
+    "own loader": lambda: Doubling(range(9), batch_size=2, shuffle=True),
+    "batch sampler": lambda: DataLoader(range(9), batch_sampler=Sizes(2, 2, 2, 2, 1, batch_size=2)),
+    "varying": lambda: DataLoader(range(9), batch_sampler=Sizes(1, 2, 3, 2, 1)),
+    "ready batches": lambda: DataLoader([torch.tensor([i, i + 10]) for i in range(5)], batch_size=None),
+}
+"""Epochs whose last step is filled up, on two ranks."""
+
+
 def filled_behind_a_position():
-    """This rank's batches of a stream whose last step is filled up: whole, behind a state, and behind skipped batches."""
-    found = []
-    for split in (False, True):
-        loader, again = (
-            dispatched(DataLoader(Stream(9), batch_size=2), Feed(), split_batches=split, seed=2**40) for _ in range(2)
-        )
+    """This rank's batches of such an epoch, and of the next: whole, and behind a state; and behind skipped batches."""
+    found = {}
+    for kind, split in itertools.product(SHORT, (False, True)):
+        if split and kind in ("varying", "ready batches"):
+            continue
+        loader, again, skipping = (dispatched(SHORT[kind](), Feed(), split_batches=split, seed=2**40) for _ in range(3))
         batches = iter(loader)
         first = next(batches)
         state = broadcast_object(loader.state_dict(), World.current(), 0)
         whole = [first.tolist(), *(batch.tolist() for batch in batches)]
         again.load_state_dict(state)
-        behind = [batch.tolist() for batch in again]
-        skipped = [batch.tolist() for batch in skip_first_batches(loader, len(whole) - 1)]
-        found.append((whole, behind, skipped))
+        behind, skipped = (
+            [batch.tolist() for batch in rest] for rest in (again, skip_first_batches(skipping, len(whole) - 1))
+        )
+        following, resumed = ([batch.tolist() for batch in epoch] for epoch in (loader, again))
+        found[kind, split] = whole, behind, skipped, following, resumed
     return found
 
 
-def test_a_stream_that_goes_on_fills_its_last_step_from_the_first_samples_of_the_epoch():
+def test_an_epoch_that_goes_on_fills_its_last_step_from_its_first_samples():
     there = run_ranks(filled_behind_a_position, 2)
-    assert [whole[-1] for whole, _, _ in there[1]] == [[0], [0]]
-    for whole, behind, skipped in itertools.chain(*there):
-        assert behind == whole[1:]
-        assert skipped == whole[-1:]
+    assert [there[1]["stream", split][0][-1] for split in (False, True)] == [[0], [0]]
+    for found in there:
+        for kind, (whole, behind, skipped, following, resumed) in found.items():
+            assert behind == whole[1:], kind
+            assert skipped == whole[-1:], kind
+            assert resumed == following, kind
+
+
+def draws_behind_a_position():
+    """The random numbers behind a resumed epoch, whose last step is filled up or not."""
+    found = []
+    for even in (False, True):
+        loader = dispatched(DataLoader(Augmented(), batch_size=2), Feed(), even_batches=even, seed=2**40)
+        torch.manual_seed(3)
+        random.seed(3)
+        for _ in skip_first_batches(loader, 1):
+            pass
+        found.append((torch.rand(()).item(), random.random()))
+    return found
+
+
+def test_reading_the_first_samples_again_draws_no_random_numbers_of_the_run():
+    for short, filled in run_ranks(draws_behind_a_position, 2):
+        assert filled == short

@@ -55,7 +55,8 @@ class Sharing:
         self.size: int | None = size
         self.drop_last = bool(loader.drop_last or getattr(sampler, "drop_last", False))
         self.slice_fn = request.slice_fn
-        self._head: list[Batch] = []  # the first batches of the epoch, for filling up
+        self._head: list[Batch] = []  # the first batches of the iteration, for filling up
+        self._left_out: Iterator[Batch] = iter(())  # the first batches of the epoch, where the iteration left them out
         self._samples = _collates_to_samples(loader.collate_fn)
         if self.split and size is not None:
             piece_of(size, self.count)
@@ -104,8 +105,8 @@ class Sharing:
             yield step, True
 
     def fill_from(self, batches: Iterable[Batch]) -> None:
-        """Has the iteration filled up from these batches, which it left out, if there are any."""
-        self._head = [self._counted(batch, self.size if rows is None else rows) for batch, rows in batches]
+        """Has steps filled up from these batches, if there are any. They are read for the first such step."""
+        self._left_out = iter(batches)
 
     def shared(self, step: Step, is_last: bool, even: bool) -> list[Part | None]:
         """The parts of all ranks; none if the step is dropped."""
@@ -166,6 +167,12 @@ class Sharing:
             return _plain(slice_rows(batch, start, stop, rows))
         return self.slice_fn(_plain(batch), slice(start, stop), process_index=rank, num_processes=self.count)
 
+    def _first(self) -> list[Batch]:
+        """The first batches of the epoch."""
+        left_out = [self._counted(batch, self.size if rows is None else rows) for batch, rows in self._left_out]
+        self._head = left_out or self._head
+        return self._head
+
     def _joined(self, batches: list[Batch]) -> tuple[Any, int]:
         if len(batches) == 1 and batches[0][1] is None and self.slice_fn is not None and self.size is not None:
             return batches[0][0], self.size  # only the user's function knows how to cut it
@@ -180,9 +187,9 @@ class Sharing:
         return rows
 
     def _filled(self, batch: Any, rows: int, wanted: int) -> Any:
-        """The batch with rows from the first ones of the iteration, over and over if need be."""
+        """The batch with rows from the first ones of the epoch, over and over if need be."""
         batches, counts = [batch], [rows]
-        for value, available in cycle([(value, self._rows_of((value, count))) for value, count in self._head]):
+        for value, available in cycle([(value, self._rows_of((value, count))) for value, count in self._first()]):
             taken = min(wanted - sum(counts), available)
             batches.append(slice_rows(value, 0, taken, available))
             counts.append(taken)
@@ -196,7 +203,7 @@ class Sharing:
         missing = self.count - len(parts)
         if not even:
             return [*parts, *[None] * missing]
-        return [*parts, *[Part(_plain(batch), Rows(rows, 0)) for batch, rows in islice(cycle(self._head), missing)]]
+        return [*parts, *[Part(_plain(batch), Rows(rows, 0)) for batch, rows in islice(cycle(self._first()), missing)]]
 
 
 def _collates_to_samples(collate: Any) -> bool | None:

@@ -109,29 +109,33 @@ class BatchSamplerShard(Sampler[Indices]):
         part = size // count if self.split_batches else size
         return Parts(total, part, self.process_index, count, self.drop_last, self.even_batches, start)
 
-    def rows(self, start: int = 0, drawn: Drawn | None = None) -> Iterator[Part]:
+    def rows(
+        self, start: int = 0, drawn: Drawn | None = None, head: list[Indices] | None = None, keeps: int = 0
+    ) -> Iterator[Part]:
         """The index batches of this process, each with its rows and the real ones among them.
 
         `start` samples of the epoch are left out: of a batch sampler that is not torch's, whole
-        batches. `drawn` wraps the iterator that asks the batch sampler. Raises ValueError when
-        iterated if `start` lies inside a batch, or behind the end.
+        batches. `drawn` wraps the iterator that asks the batch sampler. `head`: a list that gets
+        the epoch's first batches, at least `keeps`; of torch's batch sampler in one piece. Raises
+        ValueError when iterated if `start` lies inside a batch, or behind the end.
         """
-        head, batches = self._begin(start)
+        head = [] if head is None else head
+        batches = self._begin(start, head, max(self.num_processes, keeps))
         if drawn is not None:
             batches = drawn(batches)
         if self.num_processes == 1:
             return self._all(batches, start)
         return self._pieces(head, batches, start) if self.split_batches else self._whole_batches(head, batches, start)
 
-    def _begin(self, start: int) -> tuple[list[Indices], Iterator[Indices]]:
-        """The batches behind `start` samples; and the epoch's first ones, which fill up later."""
-        sampler, head = self.batch_sampler, list[Indices]()
+    def _begin(self, start: int, head: list[Indices], keeps: int) -> Iterator[Indices]:
+        """The batches behind `start` samples. `head` gets the epoch's first ones, to fill up later."""
+        sampler = self.batch_sampler
         if start and type(sampler) is BatchSampler:
             first = Indices()
             head.append(first)
-            indices = recorded(sampler.sampler, first, sampler.batch_size * self.num_processes)
-            return head, _cut(_rest(indices, start, sampler.sampler), sampler.batch_size, sampler.drop_last)
-        return head, _behind(recorded(map(_listed, sampler), head, self.num_processes), start, sampler)
+            indices = recorded(sampler.sampler, first, sampler.batch_size * keeps)
+            return _cut(_rest(indices, start, sampler.sampler), sampler.batch_size, sampler.drop_last)
+        return _behind(recorded(map(_listed, sampler), head, keeps), start, sampler)
 
     def _all(self, batches: Iterator[Indices], start: int) -> Iterator[Part]:
         for batch in batches:

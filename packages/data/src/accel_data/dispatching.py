@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from accel_core import Rows, World
-from accel_core.api.component import derive_seed, flatten
-from accel_core.api.loader import Positions, length_of
+from accel_core import Feed, Rows, World
+from accel_core.api.component import capture_random_state, derive_seed, flatten, restore_random_state
+from accel_core.api.loader import Positions, length_of, source_attributes
 from accel_data.batch_scatter import BatchScatter
 from accel_data.batch_split import Part, Sharing
 from accel_data.iterable_source import StreamSource
@@ -28,8 +28,8 @@ from accel_data.map_source import EpochSource
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from accel_core import Feed
     from accel_core.api.loader import Outlet
+    from accel_data.batch_split import Batch
     from accel_data.loader import DataLoaderShard
     from accel_data.request import Request
 
@@ -251,8 +251,7 @@ class DispatchSource:
         source.identity = self.identity
         source.epochs.restore(loaded)
         source.skipped, source.restarts = self.skipped * sharing.batches_per_step, self.restarts
-        if isinstance(source, StreamSource):
-            source.keeps_first = sharing.batches_per_step
+        source.keeps_first = sharing.batches_per_step
         progress: EpochProgress | None = None
         start = loaded.leaving_out(source.skipped, restarts=source.restarts)
         before = None if start.skipped else start.samples
@@ -260,13 +259,29 @@ class DispatchSource:
             # Of this iteration: another one over the same loader may begin before it ends.
             if progress is None:
                 progress = source.epochs.current
-                sharing.fill_from(getattr(source, "first", ()))
-            assert progress is not None
+                assert progress is not None
+                if start.samples or start.skipped:
+                    sharing.fill_from(self._read_again(source, source.first, progress.epoch))
             rows, read = feed.current_rows(), 0 if before is None else progress.samples - before
             if rows is None and read and isinstance(source, EpochSource) and source.batched:
                 rows = Rows(read, read)  # of a loader class that iterates in its own way
             before = progress.samples
             yield batch, rows, Start(progress.epoch, progress.samples, progress.extras)
+
+    def _read_again(self, source: EpochSource | StreamSource, first: list[Any], epoch: int) -> Iterator[Batch]:
+        """The first batches of an epoch, of which the iteration has left some out: by index, or kept."""
+        if isinstance(source, StreamSource):
+            yield from first
+            return
+        source, outlet = source.of_batches(first, epoch), replace(self.local._accel_outlet, feed=Feed())
+        attributes = {"_accel_source": source, "_iterator": None, "generator": None}
+        twin = copy.copy(self.local)
+        twin.__dict__.update(source_attributes(twin, source, outlet), **attributes)
+        before = capture_random_state(None)  # the run that is continued drew nothing here
+        for batch in twin:
+            rows = outlet.feed.current_rows()
+            yield batch, None if rows is None else rows.rows
+        restore_random_state(before, None)
 
 
 class Ahead:

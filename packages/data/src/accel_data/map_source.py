@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from accel_core import Rows, Shard
 from accel_core.api.component import derive_seed, loader_seed
@@ -38,6 +39,8 @@ class EpochSource:
         skipped: batches of this rank that every iteration leaves out at its beginning; `restarts`:
             also where a position inside the epoch was loaded.
         synchronised: a generator made equal to that of rank 0, beside those of the samplers.
+        first: the first index batches of the epoch of the latest iteration, at least `keeps_first`,
+            if it left some out: a last step may be filled up from them. They may be in one piece.
     """
 
     def __init__(
@@ -67,6 +70,8 @@ class EpochSource:
         self.skipped = 0
         self.restarts = False
         self.synchronised: torch.Generator | None = None
+        self.keeps_first = 0
+        self.first: list[list[Any]] = []
         self._torch_generator = loader.generator
         self._draws_base_once = loader.persistent_workers and worker_generator is None
         self._has_drawn_base = False
@@ -116,6 +121,16 @@ class EpochSource:
         if not self.batched:
             return BatchSamplerShard(LoneBatches(sampler), self.shard.count, self.shard.index, False, even)
         return BatchSamplerShard(sampler, self.shard.count, self.shard.index, self.split_batches, even)
+
+    def of_batches(self, indices: list[Any], epoch: int) -> EpochSource:
+        """A source of index batches that were `first` in an epoch."""
+        if type(self.sampler) is BatchSampler:
+            flat = chain(*indices)
+            indices = list(iter(lambda: list(islice(flat, self.sampler.batch_size)), []))
+        twin = copy.copy(self)
+        twin.sampler, twin.epochs, twin.skipped, twin._torch_generator = indices, Epochs(), 0, None
+        twin.epochs.set(epoch)
+        return twin
 
     def __len__(self) -> int:
         return max(len(self.batches()) - self.skipped, 0)
@@ -180,6 +195,7 @@ class EpochSource:
         if self._worker_generator is not None:
             # torch's draw is made all the same, so that the stream that it is made from goes on as it would.
             torch.empty((), dtype=torch.int64).random_(generator=self._torch_generator)
+        self.first = []
         settle(given_generators(self.sampler), start, progress, self._synchronise, self.synchronised)
         key = derive_seed(loader_seed(self.identity.seed, self.identity.number), start.epoch)
         even = self.even_batches if feed.even_batches is None else feed.even_batches
@@ -187,6 +203,8 @@ class EpochSource:
         order = None if parts is None else _known_order(self.sampler.sampler, key)
         if parts is not None and order is not None:
             parts = parts.behind(start.skipped)
+            if parts.start:
+                self.first = [read[0] for read in islice(replace(parts, start=0).reads(order), self.keeps_first)]
             progress.samples, progress.end = min(parts.start, parts.total), parts.end
             yield from parts.reads(order)
         else:
@@ -198,7 +216,7 @@ class EpochSource:
         shard = self.batches(sampler, even)
         drawn = partial(drawn_apart, seed=key) if draws_globally(sampler) else None
         total = None if start.samples or start.skipped else length_of(shard)
-        parts = islice(shard.rows(start.samples, drawn), start.skipped, None)
+        parts = islice(shard.rows(start.samples, drawn, self.first, self.keeps_first), start.skipped, None)
         known = shard.parts(start.samples)
         progress.end = None if known is None else known.end
         for (indices, rows, read), remaining in looked_ahead(parts, ahead, total):
