@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 import accel_core
 from accel_compat import arguments, checkpoints, metrics, tracking
+from accel_compat.deepspeed_names import answer_as_engine
 from accel_compat.loaders import skip_first_batches
 from accel_compat.optimizer import answering as answering_optimizer
 from accel_compat.parallel_ranks import ParallelRanks
@@ -308,6 +309,8 @@ class Accelerator(ParallelRanks, accel_core.Accelerator):
 
     def _note_model(self, model: nn.Module) -> nn.Module:
         model._is_accelerate_prepared = True  # type: ignore[assignment]  # as scripts ask for
+        if self.distributed_type == DistributedType.DEEPSPEED:
+            answer_as_engine(model, self.deepspeed_plugin)
         self._note(self._models, model)
         return model
 

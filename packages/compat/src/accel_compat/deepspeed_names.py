@@ -7,6 +7,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+from torch import nn
+
 from accel_compat.plugins.deepspeed import MISSING, DeepSpeedPlugin
 from accel_core import NotInstalledError
 
@@ -49,6 +51,11 @@ class DeepSpeedOptimizerWrapper(_NoWrapper):
 
 class DeepSpeedSchedulerWrapper(_NoWrapper):
     """For `isinstance`: no scheduler is wrapped, and each is saved and stepped by its user."""
+
+
+def answer_as_engine(model: nn.Module, plugin: DeepSpeedPlugin) -> None:
+    """Gives a model that DeepSpeed trains the names of its engine, by which transformers' Trainer saves and resumes."""
+    import_module("accel_deepspeed").add_engine_names(model, plugin.deepspeed_config)
 
 
 def get_active_deepspeed_plugin(state: Any) -> DeepSpeedPlugin:

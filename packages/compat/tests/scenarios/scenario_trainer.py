@@ -79,6 +79,7 @@ def arguments(folder: Path, scenario: str, **changes: Any) -> TrainingArguments:
         "ddp": {},
         "fsdp": {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}},
         "zero2": {"deepspeed": ZERO},
+        "zero3": {"deepspeed": {**ZERO, "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}},
     }
     given: dict[str, Any] = {
         "output_dir": str(folder),

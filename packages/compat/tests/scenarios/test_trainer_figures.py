@@ -23,7 +23,7 @@ ENGINES = [
 
 def peer(world, scenario):
     """Figures of the peer. Its own FSDP is DDP on hosts without accelerators, so what is sharded here is compared with that."""
-    return FIGURES[f"{world}/{scenario.replace('fsdp', 'ddp')}"]
+    return FIGURES[f"{world}/{scenario.replace('fsdp', 'ddp').replace('zero3', 'zero2')}"]
 
 
 def compare(launch, folder):
@@ -53,9 +53,10 @@ def test_every_engine_and_precision_gives_the_figures_of_the_peer(launch, tmp_pa
 
 
 @pytest.mark.timeout(300)
-def test_a_killed_run_of_sharded_weights_goes_on_as_if_nothing_had_happened(tmp_path):
-    found = interrupted(2, 2, "fsdp", tmp_path)
-    assert not list(differences("resumed/fsdp", found, peer(2, "fsdp/plain/fp32")))
+@pytest.mark.parametrize("engine", ["fsdp", "zero2", "zero3"])
+def test_a_killed_run_of_sharded_weights_goes_on_as_if_nothing_had_happened(engine, tmp_path):
+    found = interrupted(2, 2, engine, tmp_path)
+    assert not list(differences(f"resumed/{engine}", found, peer(2, f"{engine}/plain/fp32")))
 
 
 @pytest.mark.full

@@ -14,6 +14,7 @@ export              the same for readers and writers of weights
 zero_init           models that are never whole on one process; clipping: norms over parts
 configuration, …    the configuration, checked and completed; configured_…: objects named in it
 plugin, placeholders, older_names    the options under their older names
+engine_names        what transformers' Trainer asks of an engine
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from accel_deepspeed.engine_names import add_engine_names
     from accel_deepspeed.older_names import HfDeepSpeedConfig
     from accel_deepspeed.placeholders import DummyOptim, DummyScheduler
     from accel_deepspeed.plugin import DeepSpeedPlugin, get_active_deepspeed_plugin
@@ -33,6 +35,7 @@ __all__ = [
     "DummyOptim",
     "DummyScheduler",
     "HfDeepSpeedConfig",
+    "add_engine_names",
     "get_active_deepspeed_plugin",
 ]
 
@@ -44,6 +47,7 @@ _MODULES = {
     "DummyOptim": "placeholders",
     "DummyScheduler": "placeholders",
     "HfDeepSpeedConfig": "older_names",
+    "add_engine_names": "engine_names",
     "get_active_deepspeed_plugin": "plugin",
 }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
@@ -192,6 +193,21 @@ class Partitions:
     def publish(self) -> None:
         """Gives the parameters of the model the values of the masters. A collective."""
         self.zero.update_lp_params()
+
+    @contextmanager
+    def clipping_in_files(self, norm: float) -> Iterator[None]:
+        """Inside, checkpoints are written with this norm of clipping, and read whichever they have.
+
+        DeepSpeed goes on with the norm that it reads. Here the Accelerator clips, and DeepSpeed does not.
+        """
+        here = {
+            name: getattr(self.zero, name) for name in ("clip_grad", "compute_grad_norm") if hasattr(self.zero, name)
+        }
+        vars(self.zero).update(clip_grad=norm, compute_grad_norm=True)
+        try:
+            yield
+        finally:
+            vars(self.zero).update(here)
 
 
 class ShardedPartitions(Partitions):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -310,6 +311,31 @@ class ModelEngine:
                 f"parameters of it, or the same ones in another order. Under zero_stage=3 they gather parameters together, so what "
                 f"they computed with is mixed up. Use zero_stage=2; or have all ranks run the same modules."
             )
+
+    @contextmanager
+    def engine_for_files(self, norm: float) -> Iterator[Any]:
+        """DeepSpeed's engine, for its own checkpoints: with the present options, which a schedule has changed, and weights.
+
+        Args:
+            norm: to which the loop clips gradients; 0 if it does not.
+        """
+        if self._partitions is None:
+            yield self.engine
+            return
+        optimizer_double.copy_options(self._sources, self._partitions.inner)
+        if self._publishing is not None:
+            self.publish()
+        with self._partitions.clipping_in_files(norm):
+            yield self.engine
+
+    def adopt_loaded(self) -> None:
+        """Takes over options and state that DeepSpeed has loaded by itself."""
+        assert self._partitions is not None, "it steps here"
+        optimizer_double.take_options(self._sources, self._partitions.inner)
+        self._memory.clear()
+        self.link_state()
+        if self._files is not None:
+            self.take_state()  # into files
 
     def link_state(self) -> None:
         """Shows the state of the partitions in the user's optimizer: by parameter, as views."""
