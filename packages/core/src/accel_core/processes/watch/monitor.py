@@ -293,11 +293,14 @@ class Watch:
         self._answered.set()
 
     def _end(self, text: str) -> None:
-        """Ends the looks, and what waits in this process."""
         if not self._store_is_lost:
             self._board.acknowledge()
         self._stopped = True
         self._reply(text)
+        self._conclude(text)
+
+    def _conclude(self, text: str) -> None:
+        """Ends what waits in this process."""
         self.verdict = text
         self._break_off()
         deadline = time.monotonic() + GRACE
