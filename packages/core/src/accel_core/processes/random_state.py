@@ -50,10 +50,8 @@ def restore_random_state(states: dict[str, Any], device: torch.device | None) ->
 
 def check_random_state(states: Any, device: torch.device | None) -> None:
     """Raises an error of any kind if `restore_random_state` would fail on these; sets nothing."""
-    if NUMPY in states and not 0 <= states[NUMPY][2] <= 624:
-        raise ValueError(
-            f"the state position of numpy is {states[NUMPY][2]}, and not 0 to 624"
-        )  # numpy would read there
+    if NUMPY in states and not 0 <= (position := states[NUMPY][2]) <= 624:  # numpy takes any, and reads there
+        raise ValueError(f"the state position of numpy is {position}, and not 0 to 624")
     before = capture_random_state(device)
     try:
         restore_random_state(states, device)

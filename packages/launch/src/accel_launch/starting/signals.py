@@ -16,10 +16,8 @@ ENDING = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
 PASSED_ON = ("SIGUSR1", "SIGUSR2")
 """Signals that are for the ranks: Slurm announces the end of a job with them."""
 
-
-_APART = (
-    0.2  # seconds: what comes sooner is one Ctrl-C that both a terminal and a program around this one have passed on
-)
+_APART = 0.2
+"""Seconds: of two Ctrl-C that come closer, a terminal sent one and a program around this one passed it on."""
 
 
 class Ended(BaseException):
