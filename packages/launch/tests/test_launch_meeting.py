@@ -404,7 +404,8 @@ def test_who_waits_says_for_whom_and_gives_up_in_words(cluster, capfd, monkeypat
     assert f"accel launch: waiting for machines 1, 3 of 4 at {run.address}" in said
 
 
-def test_a_port_that_is_taken_is_said(cluster):
+def test_a_port_that_is_taken_is_said(cluster, monkeypatch):
+    monkeypatch.setattr(meeting_store, "_CONNECT", timedelta(seconds=1))
     run = cluster(2)
     with socket.socket() as taken:
         taken.bind(("", run.address.port))
@@ -425,6 +426,7 @@ def _refuse(server: socket.socket) -> None:
 
 
 def test_what_listens_and_never_answers_is_no_meeting_point(cluster, monkeypatch):
+    monkeypatch.setattr(meeting_store, "_CONNECT", timedelta(seconds=1))
     monkeypatch.setattr(meeting_store, "_ANSWER", 0.3)
     run = cluster(2)
     with socket.socket() as mute:
@@ -435,7 +437,8 @@ def test_what_listens_and_never_answers_is_no_meeting_point(cluster, monkeypatch
     eventually(lambda: not any(thread.name == "accel-connect" for thread in threading.enumerate()))
 
 
-def test_machine_0_is_told_that_the_address_is_not_its_own(cluster):
+def test_machine_0_is_told_that_the_address_is_not_its_own(cluster, monkeypatch):
+    monkeypatch.setattr(meeting_store, "_CONNECT", timedelta(seconds=1))
     run = cluster(2)
     run.address = Address("192.0.2.1", run.address.port)  # of no machine: for documentation
     message = error_of(*run.come(run.machine(0)))

@@ -28,7 +28,7 @@ SILENCE = 3.0
 FIRST_LINE, NEXT_LINE = 5.0, 60.0
 """Seconds after which a line says what is waited for, and between two such lines."""
 
-_CONNECT = timedelta(seconds=2)  # of one attempt to connect
+_CONNECT = timedelta(seconds=10)  # of one attempt to connect: a busy machine may stand still for some of them
 _POLL = 0.05
 _ANSWER = 10.0  # seconds in which what listens there has to answer as a store
 
