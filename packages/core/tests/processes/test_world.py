@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from accel_core.base.errors import WorldError
+from accel_core.processes import process_groups
 from accel_core.processes import world as world_module
 from accel_core.processes.world import World
 from accel_testing import RanksFailed, run_ranks
@@ -240,7 +241,7 @@ def test_timeout_that_the_backend_ignores_is_an_error(monkeypatch: pytest.Monkey
     group = dist.group.WORLD
     assert group is not None
     with pytest.raises(WorldError, match=r"timeout=0:00:05 was asked for, but torch made a process group with 0:01:17"):
-        world_module._check_timeouts(group, timedelta(seconds=5))
+        process_groups.check_timeouts(group, timedelta(seconds=5))
 
 
 def groups_are_cached() -> None:
@@ -331,8 +332,8 @@ def two_devices(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_gloo_stands_beside_the_backend_of_the_device() -> None:
-    assert world_module._default_backend(torch.device("cpu")) == "gloo"
-    assert world_module._default_backend(torch.device("cuda", 0)) == "cpu:gloo,cuda:nccl"
+    assert process_groups.default_backend(torch.device("cpu")) == "gloo"
+    assert process_groups.default_backend(torch.device("cuda", 0)) == "cpu:gloo,cuda:nccl"
 
 
 def test_cpu_in_a_world_on_an_accelerator_is_an_error(running_group: None, two_devices: list[int]) -> None:

@@ -24,8 +24,8 @@ from torch.distributed import distributed_c10d
 from accel_core.base.errors import CollectiveMismatchError
 from accel_core.base.vocabulary import OUT_OF_MEMORY_MESSAGES
 from accel_core.processes.failure_output import is_broken_connection
+from accel_core.processes.process_groups import groups_beside
 from accel_core.processes.watch.collective_scope import collective, explain
-from accel_core.processes.world import groups_beside
 
 _DONE, _NO_ROOM = "done", "ran out of memory"
 

@@ -24,6 +24,14 @@ from accel_core.options.handlers import InitProcessGroupKwargs
 from accel_core.options.resolution import Option, flag
 from accel_core.processes import failure_output
 from accel_core.processes.launch_environment import Place, read_place
+from accel_core.processes.process_groups import (
+    check_timeouts,
+    default_backend,
+    default_group,
+    groups_beside,
+    made_beside,
+    timeouts,
+)
 from accel_core.processes.rendezvous import PATIENCE, Shutdown, acquire, assemble, claim, not_met, open_store, round_of
 from accel_core.processes.watch.collective_scope import explain, explanation, on_duty, running
 from accel_core.processes.watch.device_mark import DeviceMark
@@ -99,7 +107,7 @@ class World:
         lives. `WorldError` if the launch environment contradicts itself, devices are fewer than
         local ranks, ranks do not meet, or a group runs already and is not as asked for.
         """
-        group, last = _default_group(), _alone.get("last") if cpu is None else None
+        group, last = default_group(), _alone.get("last") if cpu is None else None
         asked: dict[str, Any] = {"timeout": timeout, "backend": backend, "init_method": init_method}
         world = None if group is None else _shared.get(group) or cls._adopt(group, cpu)
         if group is not None and world is not None and world.told is not None:
@@ -138,7 +146,7 @@ class World:
                 f"{place.size} ({place.source}). Start the group with the launcher's rank and size, or unset its variables."
             )
         place = dataclasses.replace(place, source="running group")
-        timeout = min(_timeouts(group), default=dist.default_pg_timeout)
+        timeout = min(timeouts(group), default=dist.default_pg_timeout)
         return cls(place, acquire(place, cpu), timeout, group)
 
     @classmethod
@@ -151,7 +159,7 @@ class World:
         try:
             store = _meet(url, place, timeout or dist.default_pg_timeout)
             assemble(store, url, place, device, timeout or dist.default_pg_timeout)
-            backend, connections = backend or _default_backend(device), Connections(store)
+            backend, connections = backend or default_backend(device), Connections(store)
             serving = dict(dist.BackendConfig(dist.Backend(backend)).get_device_backend_map()).get(device.type)
             bound = device if serving and device.type != "cpu" else None
             if bound is not None and place.size > _MANY:
@@ -162,24 +170,24 @@ class World:
                 dist.init_process_group(backend, None, limit, place.size, place.rank, store, device_id=bound)
         except dist.DistError as error:
             raise not_met(url, place, error) from error
-        group = _default_group()
+        group = default_group()
         assert group is not None, "init_process_group has returned"
-        world = cls(place, device, timeout or min(_timeouts(group), default=dist.default_pg_timeout), group)
+        world = cls(place, device, timeout or min(timeouts(group), default=dist.default_pg_timeout), group)
         world._store, world._url, world._connections = store, url, connections
         if bound is not None and group._get_backend(bound).supports_splitting:
             # It is connected by now. New groups would be split from it, for which all ranks must come, also to those of some
             # ranks, or of the CPU: docs/decisions/0067-the-watch-and-devices-that-work-by-themselves.md.
             group.bound_device_id, world._connects = None, bound
-        _check_timeouts(group, timeout)
+        check_timeouts(group, timeout)
         world._share(group)
         world.group_beside(group, "messages")  # now, while all ranks are together
         return world
 
     def _start_alone(self) -> dist.ProcessGroup:
         """torch's default group with this process alone, for a world that was made without."""
-        self._store, backend = dist.HashStore(), _default_backend(self.device)
+        self._store, backend = dist.HashStore(), default_backend(self.device)
         dist.init_process_group(backend, timeout=self.timeout, rank=0, world_size=1, store=self._store)
-        group = _default_group()
+        group = default_group()
         assert group is not None, "init_process_group has returned"
         self._group = weakref.ref(group)
         self._share(group)
@@ -208,7 +216,7 @@ class World:
         from accel_core.processes.watch.monitor import Watch
 
         self._connections = connections = self._connections or Connections(store)
-        whole, beside = weakref.ref(group), _beside.setdefault(group, {})
+        whole, beside = weakref.ref(group), made_beside(group)
 
         def break_off() -> None:
             # Of those that it is no member of, a rank has a number.
@@ -232,9 +240,9 @@ class World:
     ) -> None:
         """Compares what is asked for with the running group, which cannot be changed any more."""
         differences: list[tuple[str, object, object]] = []
-        timeouts = set(_timeouts(group) or [self.timeout])
-        if timeout is not None and timeouts != {timeout}:
-            differences.append(("timeout", timeout, ", ".join(sorted(map(str, timeouts)))))
+        limits = set(timeouts(group) or [self.timeout])
+        if timeout is not None and limits != {timeout}:
+            differences.append(("timeout", timeout, ", ".join(sorted(map(str, limits)))))
         running = dist.get_backend_config(group) if backend is not None else ""
         if backend is not None and repr(dist.BackendConfig(dist.Backend(backend))) != running:
             differences.append(("backend", backend, running))
@@ -262,7 +270,7 @@ class World:
         if self._group is None:
             return None
         group = self._group()
-        if group is None or group is not _default_group():
+        if group is None or group is not default_group():
             raise WorldError(
                 f"The process group of this world ({self.size} ranks, {self.source}) was asked for, but it has ended: "
                 f"end_training() or destroy_process_group() was called. Communicate before that, or make a new Accelerator."
@@ -320,15 +328,14 @@ class World:
         """The group of these ranks for this purpose, made by them, or, `by_all`, by all ranks."""
         whole = self.group
         assert whole is not None, "a world of one without a group sends no messages"
-        # A group that somebody else started outlives this world, and so do the groups that were made beside it.
-        groups = _beside.setdefault(whole, {})
+        groups = made_beside(whole)
         if (ranks, purpose) not in groups:
             watched = None if self._connections is None or self.rank not in ranks else self._connections
             with contextlib.nullcontext() if watched is None else watched.made_here():
                 local, device = not by_all, self._connects if by_all else None
                 made = dist.new_group(list(ranks), self.timeout, use_local_synchronization=local, device_id=device)
             if self.rank in ranks:
-                _check_timeouts(made, self.timeout)
+                check_timeouts(made, self.timeout)
             groups[ranks, purpose] = made
         return groups[ranks, purpose]
 
@@ -391,11 +398,11 @@ class World:
 
     def _destroy(self, *, together: bool) -> bool:
         """Destroys the group if this world started it. Returns whether the others had patience enough."""
-        group, store, self._store = _default_group(), self._store, None
+        group, store, self._store = default_group(), self._store, None
         if store is None or group is None or self._group is None or group is not self._group():
             return True
         groups = [group, *groups_beside(group)] if not together and self.device.type != "cpu" else []
-        _beside.pop(group, {}).clear()
+        made_beside(group).clear()
         del group
         shutdown = Shutdown(store, self.rank, self.size, PATIENCE if together else timedelta(0))
         shutdown.say("ready", wait=True)
@@ -419,9 +426,6 @@ def _await_device(device: torch.device, watch: Watch) -> None:
 
 # What is shared hangs on torch's default group: a world is found as long as its group runs, and dies with it.
 _shared: weakref.WeakKeyDictionary[dist.ProcessGroup, World] = weakref.WeakKeyDictionary()
-# By default group: those that were made beside it, by their ranks and for what they are ("": subgroups).
-_Beside = dict[tuple[tuple[int, ...], str], dist.ProcessGroup]
-_beside: weakref.WeakKeyDictionary[dist.ProcessGroup, _Beside] = weakref.WeakKeyDictionary()
 # Every world with a group that somebody still uses, its group ended or not: what is to be closed is closed at exit.
 _all: weakref.WeakSet[World] = weakref.WeakSet()
 # The last world of one that chose its device: what scripts call beside an Accelerator computes where that one does.
@@ -429,11 +433,6 @@ _alone: weakref.WeakValueDictionary[str, World] = weakref.WeakValueDictionary()
 # The stores at which this process has met others, and how often. They stay: rank 0 hosts the store, and a rank that is
 # quick to start the next world must not find the server of the last one about to vanish.
 _met: dict[str, tuple[dist.Store, int]] = {}
-
-
-def groups_beside(group: dist.ProcessGroup) -> list[dist.ProcessGroup]:
-    """This rank's process groups that were made beside this default group, but for subgroups."""
-    return [each for (_, purpose), each in _beside.get(group, {}).items() if purpose]
 
 
 def _end_all() -> None:
@@ -475,10 +474,6 @@ def _tell_why(error: BaseException) -> None:
             print(str(lost)[len(found) :].lstrip(), file=sys.stderr)  # noqa: T201  (the traceback stands there already)
 
 
-def _default_group() -> dist.ProcessGroup | None:
-    return dist.group.WORLD if dist.is_initialized() else None
-
-
 def _meet(url: str, place: Place, timeout: timedelta) -> dist.Store:
     """The store of these ranks' next world at `url`; `WorldError` if this rank is taken."""
     if url in _met:
@@ -490,23 +485,3 @@ def _meet(url: str, place: Place, timeout: timedelta) -> dist.Store:
     store.set_timeout(timeout)
     _met[url] = store, count + 1
     return round_of(store, place, count)
-
-
-def _default_backend(device: torch.device) -> str:
-    """gloo, and beside it the device's backend: data on the CPU can then travel as they are."""
-    return "gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
-
-
-def _timeouts(group: dist.ProcessGroup) -> list[timedelta]:
-    """The timeout of each backend of `group`, as the backend tells it; nothing if it does not."""
-    backends = [group._get_backend(device) for device in group._device_types]
-    return [options._timeout for backend in backends if (options := getattr(backend, "options", None)) is not None]
-
-
-def _check_timeouts(group: dist.ProcessGroup, asked: timedelta | None) -> None:
-    found = _timeouts(group)
-    if asked is not None and any(timeout != asked for timeout in found):
-        raise WorldError(
-            f"timeout={asked} was asked for, but torch made a process group with {', '.join(map(str, found))}. Leave "
-            f"timeout= out, or choose another backend= that honours it."
-        )

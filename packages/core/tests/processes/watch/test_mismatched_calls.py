@@ -25,7 +25,7 @@ from side_by_side import side_by_side
 
 from accel_core import Accelerator, InitProcessGroupKwargs, World
 from accel_core.base.torch_versions import COLLECTIVES, all_gather_single
-from accel_core.processes.world import groups_beside
+from accel_core.processes.process_groups import groups_beside
 from accel_testing import RanksFailed, run_ranks
 from accel_testing.ranks import RankReport
 
