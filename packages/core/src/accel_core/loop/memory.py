@@ -24,7 +24,7 @@ from torch.distributed import distributed_c10d
 from accel_core.base.errors import CollectiveMismatchError
 from accel_core.base.vocabulary import OUT_OF_MEMORY_MESSAGES
 from accel_core.processes.failure_output import is_broken_connection
-from accel_core.processes.process_groups import groups_beside
+from accel_core.processes.process_groups import default_group, groups_beside
 from accel_core.processes.watch.collective_scope import collective, explain
 
 _DONE, _NO_ROOM = "done", "ran out of memory"
@@ -137,7 +137,7 @@ def _attempt(function: Callable[..., Any], name: str, size: int, args: Any, kwar
 
 def _vote(function: str, size: int, outcome: str) -> tuple[dist.Store, list[str]] | None:
     """Votes on this rank's attempt. Returns where all votes stand; None if it is alone."""
-    group = dist.group.WORLD if dist.is_initialized() else None
+    group = default_group()
     base = None if group is None else distributed_c10d._get_default_store()
     if group is None or group.size() == 1 or base is None:  # alone, or a backend that has met by means of its own
         return None
