@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from functools import cache
 
+import megatron_cpu
 import pytest
 import torch
-from megatron_jobs import MESHES, Run, reference, train
+from megatron_jobs import MESHES, Run, batches, gpt, inputs, loss_fn, reference, train
 
+from accel_core import Accelerator
+from accel_megatron import Megatron
 from accel_megatron.prepared_model import engine_of
+from accel_precision import FP16
 from accel_testing import run_ranks
 
 STEPS = 6
@@ -46,6 +50,53 @@ def test_fp16_trains_as_one_process_does_and_leaves_out_the_same_steps():
     for found, left_out in run_ranks(scaled_steps, 2, MESHES["tp2"][1]):
         assert left_out == skipped
         assert found == pytest.approx(losses, rel=1e-3)
+
+
+def by_turns(mesh):
+    """Losses and left-out steps of two models in fp16 whose windows and steps alternate, while the scale grows."""
+    megatron_cpu.use_cpu()
+    accelerator = Accelerator(
+        strategy=Megatron(**mesh), cpu=True, mixed_precision=FP16(init_scale=2.0**12, growth_interval=2)
+    )
+    models = [accelerator.build_model(gpt) for _ in range(2)]
+    pairs = [accelerator.prepare(each, torch.optim.SGD(each.parameters(), lr=0.05)) for each in models]
+    found = []
+    for step in range(4):
+        for model, optimizer in pairs:
+            loss = accelerator.forward_backward(model, batches(step), loss_fn, inputs).item()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append((loss, accelerator.optimizer_step_was_skipped))
+    return tuple(zip(*found, strict=True))
+
+
+def test_all_stages_change_the_scale_together_where_models_are_trained_by_turns():
+    [(losses, skipped)] = run_ranks(by_turns, 1, {})
+    for found, left_out in run_ranks(by_turns, 2, MESHES["pp2"][1]):
+        assert left_out == skipped
+        assert found == pytest.approx(losses, rel=1e-3)
+
+
+def added_to_unscaled(mesh):
+    """What a step says of a window whose gradients were added to unscaled ones, and that the next one is as ever."""
+    run = Run(mesh, mixed_precision="fp16")
+    run.window(0)
+    run.accelerator.unscale_gradients()
+    run.window(1)
+    with pytest.raises(
+        RuntimeError, match=r"were unscaled, by clip_grad_norm_\(\) say, and then a backward added"
+    ) as raised:
+        run.step()
+    run.optimizer.zero_grad()
+    run.window(2)
+    run.step()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("mesh", ["tp2", "pp2"])
+def test_a_window_that_adds_to_unscaled_gradients_is_told_on_every_rank(mesh):
+    world, sizes = MESHES[mesh]
+    assert len(set(run_ranks(added_to_unscaled, world, sizes))) == 1
 
 
 def small_steps(mesh, lr):

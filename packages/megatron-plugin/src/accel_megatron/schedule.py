@@ -46,21 +46,25 @@ class Schedule:
         if not engine.inputs_checked:
             engine.check_inputs(*inputs(batches[0]))
         if not trains:
-            mean, _ = self._run(batches, loss_fn, inputs, scale_loss)
+            mean, _ = self._run(batches, loss_fn, inputs, None)
             return mean
         if engine.holds_back:
             raise RuntimeError(
                 "forward_backward() weighs a whole window, but gradients of backwards inside no_sync() wait to travel. Synchronise them, or "
                 "drop them by optimizer.zero_grad()."
             )
+        # Once per window, on all stages: losses are the last one's, but a scale changes on all together, and all have to learn of
+        # a backward that adds to gradients which were unscaled before.
+        scale = scale_loss(torch.ones((), device=self._world.device, requires_grad=True))
         engine.set_aside()
         try:
-            mean, factor = self._run(batches, loss_fn, inputs, scale_loss)
+            mean, factor = self._run(batches, loss_fn, inputs, scale.detach())
             engine.scale(factor)
         except BaseException:
             engine.drop_window()  # half a window is none: the call may be repeated
             raise
         engine.bring_back()
+        scale.backward()
         return mean
 
     def _check_count(self, batches: Sequence[Any]) -> None:
@@ -81,7 +85,7 @@ class Schedule:
         batches: list[Any],
         loss_fn: LossFn,
         inputs: Inputs,
-        scale_loss: Callable[[torch.Tensor], torch.Tensor],
+        scale: torch.Tensor | None,
     ) -> tuple[torch.Tensor, float]:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -105,7 +109,7 @@ class Schedule:
         chunks = self._engine.chunks
         data = [iter(batches) for _ in chunks]
         rows, length, varies = _shape(batches, inputs)
-        with self._configured(scale_loss, varies):
+        with self._configured(scale, varies):
             get_forward_backward_func()(
                 forward_step_func=forward_step,
                 data_iterator=data if len(chunks) > 1 else data[0],
@@ -157,12 +161,12 @@ class Schedule:
         return loss, weight
 
     @contextmanager
-    def _configured(self, scale_loss: Callable[[torch.Tensor], torch.Tensor], varies: bool) -> Iterator[None]:
+    def _configured(self, scale: torch.Tensor | None, varies: bool) -> Iterator[None]:
         """Gives Megatron what it calls in a schedule, and takes it away again."""
         engine, config = self._engine, self._engine.config
         holds = [chunk.no_sync for chunk in engine.chunks]
         given = {
-            "grad_scale_func": scale_loss,
+            "grad_scale_func": None if scale is None else scale.mul,
             "finalize_model_grads_func": lambda _, __, **options: engine.finalize(**options),
             "no_sync_func": (holds if len(holds) > 1 else holds[0]) if engine.options.overlap_grad_reduce else None,
             "variable_seq_lengths": varies or config.variable_seq_lengths,
