@@ -6,6 +6,7 @@
 strategy            the options, and the hooks of the core that it owns
 model_engine        the engine of one model: forwards, backwards, gradients, steps
 prepared_model      the module that the loop calls
+flat_state          optimizer state in partitions, as the user's optimizer shows it
 optimizer_double    the optimizer that DeepSpeed is given in the place of the user's
 engine_internals    the use of DeepSpeed beyond its documented interface
 communication       its process-wide state

@@ -48,7 +48,7 @@ def _save(
 ) -> bool:
     """Writes DeepSpeed's own checkpoint of model and optimizer. A collective."""
     state, engine = dict(client_state or {}), _engine(prepared)
-    if not engine.steps:
+    if engine.state is None:
         state["optimizer"] = engine.optimizer.state_dict()
     with engine.engine_for_files(_norm(config)) as saves:
         return bool(saves.save_checkpoint(str(save_dir), tag, state, save_latest, exclude_frozen_parameters))
@@ -71,14 +71,14 @@ def _load(
             str(load_dir),
             tag,
             load_module_strict=load_module_strict,
-            load_optimizer_states=load_optimizer_states and engine.steps,
+            load_optimizer_states=load_optimizer_states and engine.state is not None,
             load_lr_scheduler_states=load_lr_scheduler_states,
             load_module_only=load_module_only,
         )
     if path is None:
         return path, state
     engine.drop_gradients()
-    if engine.steps:
+    if engine.state is not None:
         engine.adopt_loaded()
     elif (saved := state.pop("optimizer", None)) and load_optimizer_states and not load_module_only:
         engine.optimizer.load_state_dict(saved)

@@ -12,7 +12,7 @@ from torch import nn
 
 from accel_checkpoint import flat_range, on_each_rank, pieces_of
 from accel_core.api.component import flatten
-from accel_core.api.layouts import Elementwise, GradientState, Partial, Replicated
+from accel_core.api.layouts import Elementwise, GradientState, Partial
 from accel_deepspeed import clipping, optimizer_double
 from accel_deepspeed.communication import environment_of, shown_rank
 from accel_deepspeed.engine_internals import (
@@ -25,12 +25,12 @@ from accel_deepspeed.engine_internals import (
     partitions_of,
     shape_of,
 )
+from accel_deepspeed.flat_state import FlatState
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from accel_core import World
-    from accel_core.api.checkpoint import SavedOptimizer
     from accel_deepspeed.state_files import StateFiles
 
 _live: list[ModelEngine] = []
@@ -61,9 +61,10 @@ class ModelEngine:
         files: where masters and optimizer state are kept; None: in memory.
 
     Attributes:
+        state: of the optimizer, in partitions; None in stage 0, where the user's own steps.
         fragments: by the `id` of a parameter that is stepped here, its part on this rank.
         gathered: what ranks have told each other of the gradients when they clipped them last, as
-            `clipping.clip` returns it.
+            `clipping.joint_norm` returns it.
         clipped: whether the loop has clipped the gradients, so that nothing else is to.
         has_gradients: whether a backward has synchronised since the last step.
         holds_back: whether there are gradients that no backward has sent.
@@ -81,47 +82,43 @@ class ModelEngine:
     ) -> None:
         self.model = model
         self.optimizer = optimizer
-        self.steps = steps
-        self._double: Optimizer | None = None
+        double: Optimizer | None = None
         self._sources: Sequence[dict[str, Any]] = ()
         if steps:
-            self._double, self._sources = optimizer_double.double_of(optimizer, list(model.parameters()))
-        self.engine = _initialized(model, self._double, dict(config), world)
+            double, self._sources = optimizer_double.double_of(optimizer, list(model.parameters()))
+        self.engine = _initialized(model, double, dict(config), world)
         self._prologue = self.engine._backward_prologue
         self.engine._backward_prologue = _nothing
         self.engine._backward_prologue_per_tensor = self._reached
         self._world = world
-        self._files = files
         self._shown_rank = shown_rank(world)
         self._partitions: Partitions | None = None
-        self.fragments: dict[int, Fragment] = {}
-        self._parameters: dict[int, nn.Parameter] = {}
+        self.state: FlatState | None = None
+        self.fragments: Mapping[int, Fragment] = {}
+        self._stepped: Collection[nn.Parameter] = ()
         if steps:
             self._partitions = partitions_of(self.engine)
             self._partitions.on_ready = self._begin
             if isinstance(self._partitions, ShardedPartitions):
-                self._settle_masters(self._partitions)
-            for parameter, fragment in self._partitions.fragments():
-                self.fragments[id(parameter)] = fragment
-                self._parameters[id(parameter)] = parameter
+                self._settle_masters(self._partitions, files)
+            self.state = FlatState(optimizer, self._partitions, type(model).__name__, files)
+            self.fragments, self._stepped = self.state.fragments, self.state.parameters.values()
         self._frozen = [
             each for each in model.parameters() if id(each) not in self.fragments and not each.requires_grad
         ]
         self._held = _count(optimizer)
-        self._memory: dict[tuple[int, str], torch.Tensor] = {}
         self._earlier: Sequence[torch.Tensor] = ()
         self.gathered: torch.Tensor | None = None
         self.clipped = False
-        self._took_part = self._linked = False
+        self._took_part = False
         self.has_gradients = self.holds_back = False
         self.synchronises = True
         self._publishing: torch.utils.hooks.RemovableHandle | None = None
-        if any(optimizer.state.get(parameter) for parameter in self._parameters.values()):
-            self._adopt_state()
+        if self.state is not None and any(optimizer.state.get(parameter) for parameter in self._stepped):
+            self.state.take_whole()
         _live.append(self)
 
-    def _settle_masters(self, partitions: ShardedPartitions) -> None:
-        files = self._files
+    def _settle_masters(self, partitions: ShardedPartitions, files: StateFiles | None) -> None:
         if files is None:
             partitions.join_memory()
         else:
@@ -231,7 +228,7 @@ class ModelEngine:
 
     def drop_gradients(self) -> None:
         """Forgets all gradients, sent or not."""
-        for parameter in self._parameters.values():
+        for parameter in self._stepped:
             parameter.grad = None
         if self._partitions is not None:
             self._partitions.drop()
@@ -266,21 +263,21 @@ class ModelEngine:
         if not self.has_gradients:
             return True
         assert self._partitions is not None, "in stage 0 the user's optimizer steps"
+        assert self.state is not None, "what is stepped here is in partitions"
         if isinstance(self._partitions, ShardedPartitions):
             self._compare(self._partitions)
         optimizer_double.copy_options(self._sources, self._partitions.inner)
         self.engine.step()
         optimizer_double.take_options(self._sources, self._partitions.inner)
         self.has_gradients, self._partitions.factor = False, None
-        if not self._linked:
-            self.link_state()
+        self.state.link_first()
         return bool(self.engine.was_step_applied())
 
     def _check_unchanged(self) -> None:
         """Raises if the trained parameters have changed since the engine was made."""
         added = _count(self.optimizer) - self._held
         thawed = sum(each.requires_grad for each in self._frozen)
-        frozen = sum(not each.requires_grad for each in self._parameters.values())
+        frozen = sum(not each.requires_grad for each in self._stepped)
         if added or thawed or frozen:
             found = [
                 f"{number} of its parameters {what}"
@@ -331,106 +328,9 @@ class ModelEngine:
     def adopt_loaded(self) -> None:
         """Takes over options and state that DeepSpeed has loaded by itself."""
         assert self._partitions is not None, "it steps here"
+        assert self.state is not None, "what is stepped here is in partitions"
         optimizer_double.take_options(self._sources, self._partitions.inner)
-        self._memory.clear()
-        self.link_state()
-        if self._files is not None:
-            self.take_state()  # into files
-
-    def link_state(self) -> None:
-        """Shows the state of the partitions in the user's optimizer: by parameter, as views."""
-        assert self._partitions is not None, "it steps here"
-        masters, inner = self._partitions.masters, self._partitions.inner
-        for key, fragment in self.fragments.items():
-            flat = masters[fragment.group]
-            state = inner.state.get(flat)
-            if state:
-                self._linked = True
-                self.optimizer.state[self._parameters[key]] = {
-                    name: value.narrow(0, fragment.offset, fragment.numel) if _is_laid_out(value, flat) else value
-                    for name, value in state.items()
-                }
-
-    def state_memory(self, parameter: torch.Tensor, key: str, dtype: torch.dtype) -> torch.Tensor:
-        """Memory for a parameter's part of the state `key`, in a flat tensor of `take_state`."""
-        assert self._partitions is not None, "it steps here"
-        fragment = self.fragments[id(parameter)]
-        place = fragment.group, key
-        if place not in self._memory:
-            master = self._partitions.masters[fragment.group].detach()
-            in_file = self._files if master.device.type == "cpu" else None
-            self._memory[place] = (
-                in_file.zeros(master.numel(), dtype) if in_file else torch.zeros_like(master, dtype=dtype)
-            )
-        return self._memory[place].narrow(0, fragment.offset, fragment.numel)
-
-    def take_state(self) -> None:
-        """Takes over the state of the user's optimizer, in memory of `state_memory`."""
-        assert self._partitions is not None, "it steps here"
-        masters, inner = self._partitions.masters, self._partitions.inner
-        by_group: dict[int, dict[str, Any]] = {}
-        for key, fragment in self.fragments.items():
-            state = self.optimizer.state.get(self._parameters[key])
-            if state:
-                self._lay_out(self._parameters[key], fragment, state)
-                self._check_shared(by_group.setdefault(fragment.group, dict(state)), state)
-        for group, flat in enumerate(masters):
-            inner.state.pop(flat, None)
-            if group in by_group:
-                inner.state[flat] = {
-                    name: self._memory.get((group, name), value) for name, value in by_group[group].items()
-                }
-        self._memory.clear()
-        self._linked = False
-        self.link_state()
-
-    def _lay_out(self, parameter: nn.Parameter, fragment: Fragment, state: Mapping[str, Any]) -> None:
-        """Copies into the flat tensors what is not there: state of unknown optimizers, saved as one."""
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor) and value.shape == (fragment.numel,):
-                part = self.state_memory(parameter, name, value.dtype)
-                if part.data_ptr() != value.data_ptr():
-                    part.copy_(value)
-
-    def _check_shared(self, first: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-        """Raises if a value that is one for a whole partition differs between its parameters."""
-        for name, value in first.items():
-            other = state.get(name)
-            is_one = not (isinstance(value, torch.Tensor) and value.dim())
-            if is_one and other is not value and (other is None or bool(other != value)):
-                raise ValueError(
-                    f"{type(self.optimizer).__name__} has {name}={_shown(value)} for one parameter of {type(self.model).__name__}, and "
-                    f"{_shown(other)} for another one of the same group: it has left some out of steps. DeepSpeed keeps one value for all "
-                    f"parameters of a group. Put those that are stepped together into groups of their own; or use strategy='ddp'."
-                )
-
-    def list_unlike(self, names: Mapping[int, str], saved: SavedOptimizer) -> list[str]:
-        """The refusal that `take_state` would raise, in a list, or none. Changes nothing."""
-        states = {names[key]: dict(saved.values.get(names[key], {})) for key in self.fragments}
-        for place, entry in saved.described().items():
-            name, _, option = place.rpartition("/")
-            if name in states and entry.kind == "replicated":
-                value = states[name][option] = torch.empty(entry.shape, dtype=entry.dtype)
-                saved.read(place, Replicated(value))
-        firsts: dict[int, dict[str, Any]] = {}
-        try:
-            for key, fragment in self.fragments.items():
-                if state := states[names[key]]:
-                    self._check_shared(firsts.setdefault(fragment.group, state), state)
-        except ValueError as error:
-            return [str(error)]
-        return []
-
-    def _adopt_state(self) -> None:
-        """Takes over what the user's optimizer has learnt before its model was prepared."""
-        for key, fragment in self.fragments.items():
-            parameter = self._parameters[key]
-            state = self.optimizer.state.get(parameter)
-            for name, value in (state or {}).items():
-                if isinstance(value, torch.Tensor) and value.dim() and tuple(value.shape) == shape_of(parameter):
-                    part = self.state_memory(parameter, name, value.dtype)
-                    part.copy_(value.reshape(-1)[fragment.start : fragment.start + fragment.numel])
-        self.take_state()
+        self.state.take_loaded()
 
     def close(self) -> None:
         """Ends the engine. The model stays what it is, in stage 3 shared out."""
@@ -450,17 +350,9 @@ def _initialized(model: nn.Module, optimizer: Optimizer | None, config: dict[str
     return engine
 
 
-def _shown(value: Any) -> Any:
-    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
-
-
 def _count(optimizer: Optimizer | None) -> int:
     return 0 if optimizer is None else sum(len(group["params"]) for group in optimizer.param_groups)
 
 
 def _nothing() -> None:
     """Replaces the engine's work in a first backward, which `ModelEngine` does in every one."""
-
-
-def _is_laid_out(value: Any, flat: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == flat.shape

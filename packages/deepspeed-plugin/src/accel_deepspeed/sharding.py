@@ -40,9 +40,9 @@ class ZeroSharding:
     def empty(self, parameter: torch.Tensor, key: str, dtype: torch.dtype) -> torch.Tensor:
         """A view of the flat memory that the optimizer will step with."""
         engine = engine_that_steps(parameter)
-        if engine is None:
+        if engine is None or engine.state is None:
             return torch.empty_like(self.local(parameter), dtype=dtype)
-        return engine.state_memory(parameter, key, dtype)
+        return engine.state.memory(parameter, key, dtype)
 
     def versioned(self, value: torch.Tensor) -> bool:
         """False of what DeepSpeed steps: it writes through `.data`, which counts no versions."""

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from accel_core import PrepareRequest, World
     from accel_core.api.checkpoint import OptimizerState, SavedOptimizer
     from accel_core.api.layouts import GradientState, State
+    from accel_deepspeed.flat_state import FlatState
 
 _NOTHING = contextlib.nullcontext()
 
@@ -320,8 +321,8 @@ class DeepSpeed(OlderAttributes, Strategy):
         """The parts on this rank."""
         from accel_checkpoint import capture_optimizer
 
-        for engine in self._stepping(optimizer):
-            engine.link_state()  # for numbers, which are no views
+        for state in self._states(optimizer):
+            state.link()  # for numbers, which are no views
         return capture_optimizer(optimizer, names, ZeroSharding())
 
     @hookimpl
@@ -329,7 +330,7 @@ class DeepSpeed(OlderAttributes, Strategy):
         """See `accel_checkpoint.list_misfits`; also values that differ within a group."""
         from accel_checkpoint import list_misfits
 
-        unlike = (engine.list_unlike(names, saved) for engine in self._stepping(optimizer))
+        unlike = (state.list_unlike(names, saved) for state in self._states(optimizer))
         return list_misfits(optimizer, names, ZeroSharding(), saved) or [line for each in unlike for line in each]
 
     @hookimpl
@@ -338,8 +339,8 @@ class DeepSpeed(OlderAttributes, Strategy):
         from accel_checkpoint import restore_optimizer
 
         restore_optimizer(optimizer, names, ZeroSharding(), saved)
-        for engine in self._stepping(optimizer):
-            engine.take_state()
+        for state in self._states(optimizer):
+            state.take()
 
     @property
     def _world(self) -> World:
@@ -356,9 +357,9 @@ class DeepSpeed(OlderAttributes, Strategy):
             if engine is not None:
                 yield engine
 
-    def _stepping(self, optimizer: Optimizer) -> list[ModelEngine]:
-        """The engines that step in the place of an optimizer."""
-        return [engine for engine in self._engines() if engine.optimizer is optimizer and engine.steps]
+    def _states(self, optimizer: Optimizer) -> list[FlatState]:
+        """What the engines keep that step in the place of an optimizer."""
+        return [engine.state for engine in self._engines() if engine.optimizer is optimizer and engine.state]
 
     def _make_engine(self, prepared: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         from accel_deepspeed import communication
