@@ -322,6 +322,15 @@ def test_flight_recorder_is_on_where_accelerators_are_used_and_dumps_into_the_fo
     assert (joined.way, joined.variables["TORCH_NCCL_DUMP_ON_TIMEOUT"]) == ("join", "1")
 
 
+def test_dumps_of_a_second_launch_stand_beside_those_of_the_first(tmp_path) -> None:
+    for earlier, expected in (("rank_1", "launch_2_"), ("launch_2_attempt_1_rank_0", "launch_3_")):
+        (tmp_path / f"flight_recorder_{earlier}").touch()
+        variables = recording(tmp_path, {})
+        assert variables["TORCH_FR_DUMP_TEMP_FILE"] == f"{tmp_path}/flight_recorder_{expected}rank_"
+        again = recording_again(1, variables)["TORCH_FR_DUMP_TEMP_FILE"]
+        assert again == f"{tmp_path}/flight_recorder_{expected}attempt_1_rank_"
+
+
 def test_variables_of_the_flight_recorder_that_are_set_hold_under_either_name(tmp_path) -> None:
     given = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_FR_BUFFER_SIZE": "9"}
     assert recording(None, given) == {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -9,7 +11,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _DUMP, _SIZE = "TORCH_FR_DUMP_TEMP_FILE", "TORCH_FR_BUFFER_SIZE"
-_NAME = "flight_recorder_{}rank_"  # torch adds the number of the rank
+_NAME = re.compile(r"flight_recorder_(launch_\d+_)?rank_")  # torch adds the number of the rank
 _OLDER = {_DUMP: "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", _SIZE: "TORCH_NCCL_TRACE_BUFFER_SIZE"}
 _VARIABLES = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",  # torch's agent gives 1 where nothing is set, with which nothing is dumped
@@ -19,10 +21,12 @@ _VARIABLES = {
 
 
 def recording(log_dir: Path | None, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables of torch's flight recorder; dumps stand in `log_dir`. Set ones hold."""
+    """The variables of torch's flight recorder; dumps stand in `log_dir`, beside those of earlier launches. Set ones hold."""
     variables = dict(_VARIABLES)
     if log_dir is not None:
-        variables[_DUMP] = f"{log_dir.absolute()}/{_NAME.format('')}"
+        starts = (f"flight_recorder_{f'launch_{number}_' if number > 1 else ''}" for number in itertools.count(1))
+        start = next(each for each in starts if not any(log_dir.glob(f"{each}[ar]*")))  # of attempts, and ranks
+        variables[_DUMP] = f"{log_dir.absolute()}/{start}rank_"
     return {
         name: value
         for name, value in variables.items()
@@ -33,5 +37,5 @@ def recording(log_dir: Path | None, environ: Mapping[str, str]) -> dict[str, str
 def recording_again(attempt: int, environ: Mapping[str, str]) -> dict[str, str]:
     """The variables of an attempt after the first, whose dumps stand beside the earlier ones."""
     folder, _, name = environ.get(_DUMP, "").rpartition("/")
-    is_ours = attempt and name == _NAME.format("")
-    return {_DUMP: f"{folder}/{_NAME.format(f'attempt_{attempt}_')}"} if is_ours else {}
+    is_ours = attempt and _NAME.fullmatch(name)
+    return {_DUMP: f"{folder}/{name.removesuffix('rank_')}attempt_{attempt}_rank_"} if is_ours else {}
