@@ -47,6 +47,16 @@ def test_everything_behind_the_program_belongs_to_the_program():
     assert read("-m", "module").switch("module")
 
 
+def test_a_number_of_processes_behind_the_program_is_the_programs_and_it_is_said():
+    for word in ("--num-processes", "--num_processes=2", "--num-machines"):
+        line = read("--cpu", "train.py", word, "2", "--mixed-precision", "no")
+        assert line.rest == ("train.py", word, "2", "--mixed-precision", "no")
+        assert line.notes == (
+            f"{word} stands behind train.py, which takes it. Type it in front of train.py if it was meant for this command.",
+        )
+    assert read("--num-processes", "2", "train.py", "--num-processes", "2").notes == ()
+
+
 def test_what_the_program_chooses_for_itself_says_nothing_of_our_options():
     own = ("script.py", "--loader", "mine", "--strategy", "other:fsdp")
     line = read("--fsdp", "--fsdp.cpu-offload", "--even-batches", *own)

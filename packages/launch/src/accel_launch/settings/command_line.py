@@ -33,6 +33,10 @@ CHOOSING = ("strategy", "mixed_precision")
 """The options of which each value is a flag as well: `--fsdp` is `--strategy fsdp`."""
 
 
+IN_FRONT = ("num_processes", "num_machines")
+"""Options that scripts seldom have: where one stands behind the program alone, it was perhaps meant to start more processes."""
+
+
 class Switch(NamedTuple):
     """An option of one command alone, which stands in no file."""
 
@@ -168,10 +172,20 @@ class _Reader:
                 f"{word} was given, which has options but is none. Give one of them, {word}.OPTION; `accel launch "
                 f"{word} -h` shows them.{choosing}"
             )
+        self._note_words_behind()
         mentioned = tuple(dict.fromkeys(self._mentioned))
         return CommandLine(
             tuple(self._given.values()), self._switches, mentioned, tuple(self._words), tuple(self._notes)
         )
+
+    def _note_words_behind(self) -> None:
+        flags = {flag_of(name) for name in IN_FRONT if ("", name) not in self._given}
+        for word in self._words[1:]:
+            if word.partition("=")[0].replace("_", "-") in flags:
+                self._notes.append(
+                    f"{word} stands behind {self._words[0]}, which takes it. Type it in front of {self._words[0]} if it "
+                    "was meant for this command."
+                )
 
     def _option(self, word: str) -> None:
         self._last_flag = ""
