@@ -134,6 +134,30 @@ def test_validate_refuses_files_that_cannot_be_read_and_backends_that_do_not_exi
     assert "Type 'inductor' if that was meant" in err
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "gradient_accumulation_steps: 0",
+            r"\(num_steps=0\): expected an integer of at least 1\. Given was gradient_accumulation_steps=0 by .*a\.yaml\.",
+        ),
+        (
+            "log_with: jsonl\ntracking: {start_timeout: 0}",
+            r"expected a positive number\. Given was tracking\.start_timeout=0",
+        ),
+        ("strategy: fsdp\nfsdp: {shard: 0}", r"Given was fsdp\.shard=0 by"),
+        ("mixed_precision: fp16\nfp16: {init_scale: -1.0}", r"Given was fp16\.init_scale=-1\.0 by"),
+        ("data_seed: -1", r"Given was data_seed=-1 by"),
+    ],
+)
+def test_validate_refuses_values_that_the_accelerator_refuses(capsys, home, text, message):
+    file = home / "a.yaml"
+    file.write_text(text)
+    status, _, err = run(capsys, "validate", str(file))
+    assert status == 1
+    assert re.search(message, err), err
+
+
 def test_path_prints_where_the_file_lies_and_whether_it_is_there(capsys, home):
     status, out, err = run(capsys, "path")
     assert (status, out) == (0, f"{own_path()}\n")

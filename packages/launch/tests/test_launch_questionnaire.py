@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -146,7 +147,8 @@ def test_older_files_and_interruptions(tmp_path: Path):
     theirs.write_text("distributed_type: FSDP\n")
     third_party(tmp_path / "site")
     files = ("dumb", wrong, theirs, old, old, old, new)
-    with terminal(JOB, *files, size=(60, 90), PYTHONPATH=str(tmp_path / "site")) as opened:
+    path = os.pathsep.join(filter(None, (str(tmp_path / "site"), os.environ.get("PYTHONPATH"))))
+    with terminal(JOB, *files, size=(60, 90), PYTHONPATH=path) as opened:
         opened.wait_for_text("[dumb was refused: accel config asks questions on a terminal, and found TERM=dumb")
         opened.wait_for_text(f"[wrong.yaml was refused: fsdp.cpu_ofload was given by {wrong}, line 3")
         opened.wait_for_text(f"[theirs.yaml was refused: {theirs} is in Accelerate's format")
@@ -162,18 +164,24 @@ def test_older_files_and_interruptions(tmp_path: Path):
 
         opened.wait_for(r"(^\? num_machines: [\s\S]*){3} 2$")
         # What the file says is the default; what no longer fits goes, and what does not fit together cannot be written.
+        opened.answer("num_machines", type_over("-3"))
+        opened.wait_for_text("num_machines=-3 was given. It counts machines: give 1 or more.")
         opened.answer("num_machines", type_over("1"))
         opened.answer("num_processes")
         opened.wait_for(r"broken .*\(.*missing")
         opened.wait_for(r"third +Distributes by turns\.$")
         opened.answer("strategy", "\x1b[A")
         opened.answer("mixed_precision")
+        opened.answer("gradient_accumulation_steps", type_over("0"))
+        opened.wait_for_text("expected an integer of at least 1.")
         opened.answer("gradient_accumulation_steps", type_over("8"))
         opened.wait_for(r"a_slate.*\(unusable: no chalk\)")
         opened.answer("log_with", " ")
         opened.wait_for_text("min_machines=2 was given beside num_machines=1")
         opened.answer("Write this to")
         opened.answer("num_machines", type_over("2"))
+        opened.answer("machine_rank", type_over("2"))
+        opened.wait_for_text("there are num_machines=2, with ranks from 0 to 1")
         opened.answer("machine_rank", type_over("1"))
         opened.answer("main_process_ip", type_over("node1"))
         opened.answer("main_process_port")

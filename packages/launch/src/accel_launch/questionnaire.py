@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_core.api.launcher import KNOWN_PROVIDERS, choices, expected, from_data, to_data
+from accel_core.api.launcher import KNOWN_PROVIDERS, choices, from_data, to_data
 from accel_launch.errors import SettingsError
 from accel_launch.importing.places import is_of_peer, peer_paths
 from accel_launch.output import BAD, DOUBTFUL, say, table
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _INTERRUPTED, _DECLINED = 130, 1
 _NOT_GIVEN = "not given"
+_ANSWER = Path("this answer")
 
 Answers = dict[str, Any]
 
@@ -145,7 +146,7 @@ def _interview(catalog: Catalog, before: Answers) -> Answers:
             continue
         current = answers.get(name, to_data(option.field.default))
         is_known = name in ROLES or choices(option.field.type)
-        told = _pick(catalog, option, current) if is_known else _type(option, current)
+        told = _pick(catalog, option, current) if is_known else _type(catalog, option, current, answers)
         if told == to_data(option.field.default):
             answers.pop(name, None)
         elif told != current:
@@ -201,22 +202,26 @@ def _in_short(problem: str) -> str:
     return problem.partition(". ")[0]
 
 
-def _type(option: Option, current: Any) -> Any:
+def _type(catalog: Catalog, option: Option, current: Any, answers: Answers) -> Any:
     """The answer to a typed question, checked while typing; empty: the option is not given."""
     import questionary
 
-    kind = option.field.type
+    others = {"num_machines": answers.get("num_machines", 1)}  # which other numbers have to fit
 
     def verdict(text: str) -> bool | str:
+        if text.strip() in {"", _NOT_GIVEN}:
+            return True
+        file = ConfigFile(_ANSWER, {**others, option.field.name: text.strip()})
         try:
-            return text.strip() in {"", _NOT_GIVEN} or from_data(kind, text.strip()) is not ...
-        except ValueError:
-            return f"expected {expected(kind)}"
+            resolve(catalog, CommandLine(), file, {}, thorough=True)
+        except SettingsError as error:
+            return error.problems[0]
+        return True
 
     typed = questionary.text(_question(option), default=_shown(current), validate=verdict).unsafe_ask().strip()
     if typed == _shown(current):
         return current
-    return None if typed in {"", _NOT_GIVEN} else to_data(from_data(kind, typed))
+    return None if typed in {"", _NOT_GIVEN} else to_data(from_data(option.field.type, typed))
 
 
 def _write(catalog: Catalog, path: Path, answers: Answers) -> int:

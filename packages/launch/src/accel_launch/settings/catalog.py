@@ -8,7 +8,7 @@ that somebody asks for are imported.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import NoneType
@@ -242,16 +242,22 @@ class Catalog:
         known = (role for role, group in ROLES.items() if plain in KNOWN_PROVIDERS.get(group, {}))
         return find(ROLES[roles[0] if roles else next(known, "strategy")], name, self.offers)
 
-    def _read_section(self, name: str) -> dict[str, Option]:
+    def constructor(self, name: str) -> tuple[Callable[..., Any], Mapping[str, str]]:
+        """The constructor behind a section, and those of its parameters that are options without a section.
+
+        Imports it; raises as `section`.
+        """
         if name in SECTIONS:
-            owner: Callable[..., Any] = SECTIONS[name].handler
-            elsewhere: Iterable[str] = SECTIONS[name].elsewhere
-        else:
-            offer = self.component(name)
-            owner, name = offer.load(), offer.name
-            elsewhere = LOADER_OPTIONS if offer.group == ROLES["loader"] else ()
+            return SECTIONS[name].handler, SECTIONS[name].elsewhere
+        offer = self.component(name)
+        shared = LOADER_OPTIONS if offer.group == ROLES["loader"] else ()
+        return offer.load(), {option: option for option in shared}
+
+    def _read_section(self, name: str) -> dict[str, Option]:
+        owner, elsewhere = self.constructor(name)
+        plain = name.rpartition(":")[2]
         fields = [field for field in fields_of(owner).values() if field.name not in elsewhere]
-        return {field.name: Option(name, field, name, owner) for field in fields}
+        return {field.name: Option(plain, field, plain, owner) for field in fields}
 
     def _adapted(self, name: str, field: Field) -> Field:
         """A parameter of the Accelerator as an option: by name, and with the default that holds."""

@@ -87,8 +87,7 @@ def _add_switches(page: argparse.ArgumentParser, switches: Mapping[str, Switch])
 def _add_section(page: argparse.ArgumentParser, catalog: Catalog, section: str) -> None:
     options = catalog.section(section).values()
     provider = "accel-core" if section in SECTIONS else catalog.component(section).provider
-    owner = SECTIONS[section].handler if section in SECTIONS else catalog.component(section).load()
-    words = [*opening(owner).split()]
+    words = opening(catalog.constructor(section)[0]).split()
     if all(option.field.python_only for option in options):
         words.append("It has no options.")
     if in_python := [f"{each.field.name} ({each.field.python_only})" for each in options if each.field.python_only]:

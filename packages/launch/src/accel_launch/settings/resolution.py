@@ -142,7 +142,10 @@ class _Resolution:
                 self._take(level, each, references)
         self._note_idle()
         active, idle = tuple(references.values()), tuple(self._idle.values())
-        launch, channel, notes = self._launch(), json.dumps(self._channel), tuple(self._notes)
+        launch = self._launch()
+        if self._thorough and not self.problems:
+            self._try_values(references)
+        channel, notes = json.dumps(self._channel), tuple(self._notes)
         return Resolved(self._catalog, self._given, active, idle, launch, channel, notes)
 
     def _first(self, option: str) -> Given | None:
@@ -276,6 +279,21 @@ class _Resolution:
         except ValueError as error:
             self.problems.append(str(error))
         return launch
+
+    def _try_values(self, references: Mapping[str, str]) -> None:
+        """Builds what is in use from what was given for it, as the Accelerator does: constructors refuse some values."""
+        for section, reference in references.items():
+            owner, elsewhere = self._catalog.constructor(reference)
+            given = {value.option: value for value in self._given.values() if value.section == section}
+            given |= {own: self._given["", name] for own, name in elsewhere.items() if ("", name) in self._given}
+            try:
+                if given:
+                    owner(**{name: each.value for name, each in given.items()})
+            except (ValueError, TypeError) as error:
+                told = (f"{each.key}={masked(each.key, each.value)!r} by {each.source}" for each in given.values())
+                self.problems.append(f"{error} Given was {', '.join(told)}.")
+            except Exception:  # noqa: BLE001, S112  (something is not on this machine: no value is at fault)
+                continue
 
 
 def _as_texts(data: Any) -> Any:
