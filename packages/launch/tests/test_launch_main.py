@@ -163,7 +163,7 @@ def test_errors_for_the_user_have_no_traceback(site, capsys):
     assert main(["wrong"]) == 2
     assert capsys.readouterr().err == "accel: 7 was asked for, and 3 to 5 are there. Take one of these.\n"
     assert main(["missing"]) == 2
-    assert capsys.readouterr().err == "accel: /absent/file: No such file or directory\n"
+    assert capsys.readouterr().err == "accel: [Errno 2] No such file or directory: '/absent/file'\n"
     with pytest.raises(ValueError, match="3 to 5 are there"):
         main(["--traceback", "wrong"])
 

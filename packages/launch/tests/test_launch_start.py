@@ -129,21 +129,10 @@ def test_missing_script_is_told_once_and_not_by_every_rank() -> None:
         Program("script", "").check({})
 
 
-def test_folder_is_a_script_only_if_python_can_run_it(tmp_path: Path) -> None:
-    with pytest.raises(
-        LaunchError, match=r"was to be started, and it is a folder without a __main__.py. Give the path"
-    ):
-        Program("script", str(tmp_path)).check({})
-    (tmp_path / "__main__.py").touch()
-    Program("script", str(tmp_path)).check({})
-
-
 def test_missing_program_is_told_before_anything_is_started() -> None:
-    with pytest.raises(
-        LaunchError, match="no executable file of that name was found on the PATH. Give its path, such as ./no-"
-    ):
+    with pytest.raises(LaunchError, match=r"no executable file of that name was found\. Give its path, such as \./no-"):
         Program("program", "no-such-program").check({"PATH": "/usr/bin"})
-    with pytest.raises(LaunchError, match="'' was to be started as a program, and no executable file"):
+    with pytest.raises(LaunchError, match="an empty path was to be started as a program, and no executable file"):
         Program("program", "").check({"PATH": "/usr/bin"})
     Program("program", "sh").check({"PATH": "/usr/bin:/bin"})
 
@@ -152,7 +141,7 @@ def test_program_that_may_not_be_executed_is_told_so(tmp_path: Path) -> None:
     script = tmp_path / "my start.sh"
     script.touch(mode=0o644)
     with pytest.raises(
-        LaunchError, match=r"that file may not be executed. Type chmod \+x '.*my start.sh'; or leave --no-"
+        LaunchError, match=r"my start\.sh was to be started as a program, .* chmod \+x for a file of your own; or leave"
     ):
         Program("program", str(script)).check({"PATH": "/usr/bin"})
 

@@ -52,7 +52,7 @@ def report_errors(name: str, command: Callable[[], int | None], shows_traceback:
     except _TOLD as error:
         if shows_traceback:
             raise
-        warn(f"{name}: {_words(error)}", BAD)
+        warn(f"{name}: {error}", BAD)
         return WRONG
     return status
 
@@ -110,10 +110,3 @@ def _version() -> str:
 
     names = (_OWN, "accel-core", "torch")
     return f"{', '.join(f'{name} {metadata.version(name)}' for name in names)}, Python {sys.version.split()[0]}"
-
-
-def _words(error: Exception) -> str:
-    """The message of an error; of the operating system's, without its number."""
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    return str(error)

@@ -38,8 +38,6 @@ def check_values(launch: LaunchOptions) -> None:
             end = " or more" if high == _ANY else f" to {high:g}"
             raise LaunchError(f"{name}={value} was given. It counts {what}: give {low:g}{end}.")
     machines = launch.num_machines
-    if launch.meeting_timeout.total_seconds() <= 0:
-        raise LaunchError(f"meeting_timeout={launch.meeting_timeout} was given. Give a time above 0, such as 15m.")
     if (launch.min_machines or 1) > machines:
         raise LaunchError(
             f"min_machines={launch.min_machines} was given beside num_machines={machines}. Give no more than these."
@@ -52,7 +50,7 @@ def check_values(launch: LaunchOptions) -> None:
 
 
 def check_output(launch: LaunchOptions, processes: int) -> None:
-    """Raises `LaunchError` for unreadable options of output, or if they show or mark nothing."""
+    """Raises `LaunchError` for unreadable options of output, or if they show nothing."""
     read_streams("redirects", launch.redirects, processes)
     read_streams("tee", launch.tee, processes)
     if launch.local_ranks_filter is not None and not set(launch.local_ranks_filter) & set(range(processes)):
@@ -60,8 +58,6 @@ def check_output(launch: LaunchOptions, processes: int) -> None:
             f"local_ranks_filter={launch.local_ranks_filter} names no process of this machine, so nothing would be "
             f"shown. Give local ranks from 0 to {processes - 1}."
         )
-    if launch.log_line_prefix_template is not None and launch.tee == "0":
-        raise LaunchError("log_line_prefix_template was given, and only lines of --tee get a prefix. Add --tee 3.")
 
 
 def read_streams(option: str, text: str, processes: int) -> dict[int, int]:

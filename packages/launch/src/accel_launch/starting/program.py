@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
 import signal
 import subprocess
@@ -38,13 +37,11 @@ class Program(NamedTuple):
             raise LaunchError(
                 f"{asked}, and there is no such file in {Path.cwd()}. Give the path of a script; or -m and a module."
             )
-        if self.kind == "script" and path.is_dir() and not (path / "__main__.py").exists():
-            raise LaunchError(f"{asked}, and it is a folder without a __main__.py. Give the path of a script in it.")
         if self.kind == "program" and shutil.which(self.target, path=environ.get("PATH")) is None:
-            why = f"no executable file of that name was found on the PATH. Give its path, such as ./{path.name or 'program'}"
-            if os.path.dirname(self.target) and path.is_file():
-                why = f"that file may not be executed. Type chmod +x {shlex.quote(self.target)}"
-            raise LaunchError(f"{self.target!r} was to be started as a program, and {why}; or leave --no-python out.")
+            raise LaunchError(
+                f"{asked} as a program, and no executable file of that name was found. Give its path, such as "
+                f"./{path.name or 'program'}, and type chmod +x for a file of your own; or leave --no-python out."
+            )
 
 
 def start(plan: Plan, program: Program, environment: Mapping[str, str], *, stays: bool = False) -> int:
