@@ -133,7 +133,7 @@ CASES = {
     "device": (
         [report(rank, group={"device": "cuda:0 H100", "met": 1}) for rank in range(2)],
         True,
-        "ranks 0, 1 share cuda:0 H100 of machine 0.",
+        "ranks 0–1 share cuda:0 H100 of machine 0.",
         "one process for each device",
     ),
     "versions": (

@@ -13,7 +13,7 @@ import pytest
 from start_many import HERE, Launch, Result, run_together
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from accel_launch.starting.failures import Scene, find_failures, from_torch, listed, summary
+from accel_launch.starting.failures import find_failures, from_torch, listed, summary
 from accel_launch.starting.ranks import Ending, Ranks
 from accel_launch.starting.signals import Ended, Signals
 
@@ -289,12 +289,12 @@ def test_rank_that_had_finished_or_had_to_be_killed_is_said(tmp_path: Path) -> N
         ranks, {rank: rank for rank in range(4)}, {rank: tmp_path / str(rank) for rank in range(4)}
     )
     assert [(failure.rank, failure.exit_status) for failure in failures] == [(1, 5)]
-    text = summary(failures, ranks, Scene("here", " on this machine", tmp_path, None, "advice"))
+    text = summary(failures, ranks, "here", " on this machine", tmp_path, None)
     assert text.startswith("accel launch: rank 1 failed first on this machine (here, local rank 1, process 101, ")
     assert "  rank 2 was told to end, did not, and was killed\n" in text
     assert "  rank 3 was told to end, and did\n" in text
     assert "  rank 0 had finished\n" in text
-    assert text.endswith("  advice")
+    assert text.endswith(f"  output of all ranks: {tmp_path}")
 
 
 def test_signals_that_are_ignored_stay_so_and_handlers_come_back() -> None:

@@ -136,7 +136,7 @@ def test_an_unknown_command_is_an_error_with_the_nearest_name(capsys):
     assert main(["xyzzy"]) == 2
     assert "`accel -h` says what each does." in capsys.readouterr().err
     assert main(["--num-processes", "2"]) == 2
-    assert "--num-processes was given, and no command." in capsys.readouterr().err
+    assert "there is no command '--num-processes'. Installed: " in capsys.readouterr().err
 
 
 def test_a_command_of_a_package_of_ours_that_is_not_installed_says_what_to_type(monkeypatch, capsys):

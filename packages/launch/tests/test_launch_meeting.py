@@ -17,9 +17,10 @@ from datetime import timedelta
 import pytest
 
 from accel_launch.starting import machines, meeting_store
-from accel_launch.starting.interfaces import interface_to, own_addresses, variables_towards
+from accel_launch.starting.interfaces import own_addresses, variables_towards
 from accel_launch.starting.machines import Machines
-from accel_launch.starting.meeting_store import Address, Card, MeetingError
+from accel_launch.starting.meeting_point import Address
+from accel_launch.starting.meeting_store import Card, MeetingError
 from accel_launch.starting.plan import OWN_STORE
 
 pytestmark = pytest.mark.timeout(60)
@@ -366,7 +367,8 @@ def test_a_machine_0_that_does_not_answer_for_long_counts_as_gone(cluster, monke
         "import signal, sys\n"
         "from datetime import timedelta\n"
         "from accel_launch.starting.machines import Machines\n"
-        "from accel_launch.starting.meeting_store import Address, Card\n"
+        "from accel_launch.starting.meeting_point import Address\n"
+        "from accel_launch.starting.meeting_store import Card\n"
         "Machines(Address('127.0.0.1', int(sys.argv[1])), Card(0, 2, 4), timedelta(seconds=20), '127.0.0.1').next_rendezvous()\n"
         "signal.pause()\n"
     )
@@ -448,13 +450,11 @@ def test_machine_0_is_told_that_the_address_is_not_its_own(cluster, monkeypatch)
 
 
 def test_the_interface_to_an_address_is_the_one_that_routes_there():
-    assert interface_to("127.0.0.1") == "lo"
-    assert interface_to("no.such.host.invalid") is None
     assert variables_towards("127.0.0.1", {}) == {"GLOO_SOCKET_IFNAME": "lo"}
     assert variables_towards("127.0.0.1", {"GLOO_SOCKET_IFNAME": "eth7"}) == {}
     assert variables_towards("no.such.host.invalid", {}) == {}
     for address in own_addresses():
-        assert interface_to(address)
+        assert variables_towards(address, {})
 
 
 def test_the_launcher_ends_quietly_while_its_heart_beats():
@@ -463,7 +463,8 @@ def test_the_launcher_ends_quietly_while_its_heart_beats():
         "from datetime import timedelta\n"
         "from accel_launch.starting import machines\n"
         "from accel_launch.starting.machines import Machines\n"
-        "from accel_launch.starting.meeting_store import Address, Card\n"
+        "from accel_launch.starting.meeting_point import Address\n"
+        "from accel_launch.starting.meeting_store import Card\n"
         "def stop(self, stop=Machines._stop):\n"
         "    machines.BEAT = 1.0\n"  # it waits for so long, and no machine is too busy for that
         "    stop(self)\n"

@@ -66,11 +66,6 @@ def run(given: Sequence[str]) -> int:
     if name == "--version":
         say(_version())
         return 0
-    if name.startswith("-"):
-        raise ValueError(
-            f"{name} was given, and no command. The options of accel itself are -h, --version and "
-            f"--traceback; those of a command stand behind its name: accel launch {name} …"
-        )
     return int(_command(name)(rest) or 0)
 
 

@@ -20,9 +20,10 @@ from accel_launch.importing.places import is_of_peer, peer_paths
 from accel_launch.output import BAD, DOUBTFUL, say, table
 from accel_launch.settings.catalog import ALL, ROLES, SEVERAL, Catalog, Option, chosen_names, flag_of
 from accel_launch.settings.command_line import CommandLine
-from accel_launch.settings.files import ConfigFile, own_path, read, write
+from accel_launch.settings.files import ConfigFile, read, write
 from accel_launch.settings.help_page import shown_value
 from accel_launch.settings.resolution import resolve
+from accel_launch.settings.showing import say_next
 from accel_launch.starting.devices import find_accelerators
 
 if TYPE_CHECKING:
@@ -225,14 +226,13 @@ def _type(catalog: Catalog, option: Option, current: Any, answers: Answers) -> A
 
 
 def _write(catalog: Catalog, path: Path, answers: Answers) -> int:
-    write(path, answers, {name: catalog.own[name].help for name in answers if name in catalog.own})
+    write(path, answers, catalog.help_of(answers))
     say(f"{path} is written.")
     sections = [name for role in ROLES for name in chosen_names(role, answers.get(role)) if name in catalog.sections]
     for name in sections:
         place = f"which stand in the file as `{name}: {{option: value}}`"
         say(f"`accel launch {flag_of(name)} -h` shows the options of {name}, {place}.")
-    option = "" if path.resolve() == own_path().resolve() else f" --config-file {path}"
-    say(f"Type `accel launch{option} script.py` to start a script with it, `accel test{option}` to try it.")
+    say_next(path)
     return 0
 
 

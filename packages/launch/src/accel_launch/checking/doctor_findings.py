@@ -7,6 +7,7 @@ from ipaddress import ip_address
 from typing import Any, NamedTuple
 
 from accel_launch.output import BAD, DOUBTFUL, GOOD, mark, say, table
+from accel_launch.starting.failures import listed
 
 Report = dict[str, Any]
 
@@ -44,14 +45,14 @@ def _of_all(reports: list[Report], size: int) -> Iterator[Finding]:
     """Ranks that are missing, or share a device."""
     if missing := sorted(set(range(size)) - {report["rank"] for report in reports}):
         advice = "Look at what they printed, and whether their processes were killed."
-        yield Finding(True, f"No report came from {_listed(missing)}.", advice)
+        yield Finding(True, f"No report came from {listed(missing)}.", advice)
     owners: dict[tuple[int, str], list[int]] = {}
     for report in reports:
         owners.setdefault((report["machine"], report.get("group", {}).get("device", "cpu")), []).append(report["rank"])
     for (machine, device), ranks in owners.items():
         if len(ranks) > 1 and device != "cpu":
             advice = "Start one process for each device: --num-processes, or bind another device to each."
-            yield Finding(True, f"{_listed(ranks)} share {device} of machine {machine}.", advice)
+            yield Finding(True, f"{listed(ranks)} share {device} of machine {machine}.", advice)
 
 
 def _of_rank(report: Report) -> Iterator[Finding]:
@@ -140,7 +141,7 @@ def _of_devices(reports: list[Report]) -> Iterator[Finding]:
         models.setdefault(report.get("group", {}).get("model", ""), []).append(report["rank"])
     models.pop("", None)
     if len(models) > 1:
-        told = "; ".join(f"{model}: {_listed(ranks)}" for model, ranks in models.items())
+        told = "; ".join(f"{model}: {listed(ranks)}" for model, ranks in models.items())
         yield Finding(
             False, f"Not all devices are alike: {told}.", "All ranks go as the slowest, with what fits the smallest."
         )
@@ -241,10 +242,6 @@ def _pairs(reports: list[Report]) -> list[tuple[str, ...]]:
 
 def _is_loopback(address: str) -> bool:
     return ip_address(address.partition("%")[0]).is_loopback
-
-
-def _listed(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def _count(number: int, one: str, many: str) -> str:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from accel_core import WorldError
 from accel_core.api.launcher import masked, masked_words, read_place, without_secrets
 from accel_launch.settings import files
+from accel_launch.starting.devices import usable_cores
 
 _RELEVANT = re.compile(
     r"(ACCEL|SLURM_|OMPI_|PMI|MV2_|MPI_|NCCL_|RCCL_|GLOO_|UCX_|FI_|TP_|TORCH|PYTORCH_|OMP_|MKL_|KMP_|CUDA_|HIP_|ROCR_|HSA_|ZE_|XLA_"
@@ -70,12 +71,11 @@ def _shown(name: str, value: str) -> str:
 
 
 def _system() -> dict[str, str]:
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "platform": platform.platform(),
         "libc": " ".join(platform.libc_ver()).strip() or "unknown",
         "python": f"{platform.python_version()} ({platform.python_implementation()}), {sys.executable}",
-        "cores": f"{usable} usable of {os.cpu_count()}",
+        "cores": f"{usable_cores()} usable of {os.cpu_count()}",
         "memory": _memory(),
     }
 

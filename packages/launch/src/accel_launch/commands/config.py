@@ -21,6 +21,7 @@ from accel_launch.settings.catalog import Catalog
 from accel_launch.settings.command_line import CommandLine, Switch, parse
 from accel_launch.settings.files import chosen_path, load, own_path, write
 from accel_launch.settings.resolution import resolve
+from accel_launch.settings.showing import as_data, say_next, show
 from accel_launch.starting.devices import find_accelerators
 
 _HELP = Switch("show this page", short="h")
@@ -112,24 +113,18 @@ def _write_default(command_line: CommandLine, catalog: Catalog) -> int:
         )
     resolved = resolve(catalog, command_line, None, {}, thorough=True)
     data: dict[str, Any] = {}
-    comments: dict[str, str] = {}
     if ("", "num_processes") not in resolved.given:
         data["num_processes"] = 1 if resolved.get("cpu").value else max(1, find_accelerators().count)
-        comments["num_processes"] = catalog.direct["num_processes"].help
     for value in resolved.given.values():
-        options = resolved.catalog.section(value.section) if value.section else resolved.catalog.own
         inner = data.setdefault(value.section, {}) if value.section else data
         inner[value.option] = to_data(value.value)
-        comments[value.key] = options[value.option].help
-    write(target, data, comments, anew=True)
+    write(target, data, resolved.catalog.help_of(data), anew=True)
     say(f"{target} is written.", GOOD)
-    say("Type `accel launch script.py` to start a script with it, and `accel config show` to see what holds.")
+    say_next(target)
     return 0
 
 
 def _show(command_line: CommandLine, catalog: Catalog) -> int:
-    from accel_launch.settings.showing import as_data, show
-
     resolved = resolve_line(command_line, catalog)
     if command_line.switch("json"):
         say(json.dumps(as_data(resolved), indent=2))

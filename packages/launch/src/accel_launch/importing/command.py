@@ -14,7 +14,8 @@ from accel_launch.importing.foreign import Imported, translate
 from accel_launch.importing.places import is_of_peer, peer_paths
 from accel_launch.output import DOUBTFUL, say, table
 from accel_launch.settings.catalog import ROLES, Catalog, chosen_names
-from accel_launch.settings.files import own_path, read, write
+from accel_launch.settings.files import read, write
+from accel_launch.settings.showing import say_next
 
 
 def import_file(source: Path | None, target: Path, force: bool = False) -> int:
@@ -39,11 +40,10 @@ def import_file(source: Path | None, target: Path, force: bool = False) -> int:
     already = _check_target(found, target, imported.data, force)
     catalog = Catalog()
     if not already:
-        write(target, imported.data, _comments(catalog, imported.data), anew=True)
+        write(target, imported.data, catalog.help_of(imported.data), anew=True)
     say(f"{target} {'says so already: nothing was changed' if already else 'is written'}.")
     _say_missing(catalog, imported)
-    option = "" if target.resolve() == own_path().resolve() else f" --config-file {target}"
-    say(f"Type `accel launch{option} script.py` to start a script with it, `accel test{option}` to try it.")
+    say_next(target)
     return 0
 
 
@@ -92,17 +92,6 @@ def _check_target(source: Path, target: Path, data: Mapping[str, Any], force: bo
             f"--config-file."
         )
     return False
-
-
-def _comments(catalog: Catalog, data: Mapping[str, Any]) -> dict[str, str]:
-    """The help of every option that is written, where its component is installed."""
-    comments = {}
-    for key, value in data.items():
-        if isinstance(value, Mapping) and key in catalog.sections:
-            comments.update({f"{key}.{name}": option.help for name, option in catalog.section(key).items()})
-        elif (option := catalog.option(key)) is not None:
-            comments[key] = option.help
-    return comments
 
 
 def _say_missing(catalog: Catalog, imported: Imported) -> None:

@@ -57,9 +57,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             raise _StaysError(f"{_article(obj)} belongs to the process that made it")
         if isinstance(obj, torch.Tensor) and obj.device.type not in {"cpu", "meta"}:
             return _on_cpu(obj)
-        if isinstance(
-            obj, types.CodeType
-        ):  # as it is: cloudpickle leaves its file out, so tracebacks would show no lines
+        if isinstance(obj, types.CodeType):
+            # As it is: cloudpickle leaves its file out, so tracebacks would show no lines.
             return marshal.loads, (marshal.dumps(obj),)
         if isinstance(obj, type | types.FunctionType) and obj.__module__ == "__main__":
             self.own.setdefault(obj.__qualname__, obj)
@@ -140,14 +139,11 @@ def _stays(call: str, function: Callable[..., Any], args: Sequence[Any], error: 
     """The error for what cannot travel, with the name of the variable if there is one."""
     name = getattr(function, "__name__", type(function).__name__)
     given = ((f"was given args[{at}]", value, reason) for at, value in enumerate(args) if (reason := _reason(value)))
-    how, value, reason = _culprit(function) or next(given, ("", None, ""))
-    what, advice = (
-        f"{how}: {_article(value)}, which cannot be sent to them ({reason})",
-        "Make it inside of the function, from plain data.",
-    )
-    if not how:
-        what, advice = f"cannot be sent to them ({error})", "Pass what it needs as args."
-    return LaunchError(f"{call} was to run {name}() in other processes, and {name}() {what}. {advice}")
+    what = f"cannot be sent to them ({error}). Pass what it needs as args."
+    if found := _culprit(function) or next(given, None):
+        how, value, reason = found
+        what = f"{how}: {_article(value)}, which cannot be sent to them ({reason}). Make it inside of the function, from plain data."
+    return LaunchError(f"{call} was to run {name}() in other processes, and {name}() {what}")
 
 
 def _culprit(function: Any) -> tuple[str, Any, str] | None:
@@ -160,10 +156,9 @@ def _culprit(function: Any) -> tuple[str, Any, str] | None:
         for name, value in variables.items():
             if value is function or not (reason := _reason(value)):
                 continue
-            inner = _culprit(value)
-            return (
-                (f"uses {name}(), which {inner[0]}", *inner[1:]) if inner else (f"uses `{name}`{where}", value, reason)
-            )
+            if inner := _culprit(value):
+                return f"uses {name}(), which {inner[0]}", *inner[1:]
+            return f"uses `{name}`{where}", value, reason
     return None
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import NoneType
-from typing import Any, Union
+from typing import Any, NamedTuple, Union
 
 from accel_core import LoggerType, PluginError
 from accel_core.api.launcher import (
@@ -74,9 +74,7 @@ def flag_of(name: str) -> str:
 class Option:
     """One option."""
 
-    section: (
-        str  # the component that it belongs to, under the name that chooses it; empty for options without a section
-    )
+    section: str  # the component that it belongs to, under the name that chooses it; empty without a section
     field: Field  # name, type and default
     group: str  # of `GROUPS`, or the section
     owner: Callable[..., Any]  # the constructor that declares it
@@ -102,23 +100,12 @@ class Option:
         return option_help(self.owner, self.field.name)
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """One value of an option that chooses among what is installed."""
 
-    name: str
-    offer: Offer
-    state: str
-
-    @property
-    def problem(self) -> str:
-        """The reason why it cannot be chosen: broken, misfit, in conflict, unusable; or empty."""
-        return "" if self.state == "ok" else self.state
-
-    @property
-    def summary(self) -> str:
-        """The first line of the component's docstring; empty if it is broken."""
-        return "" if self.problem else summary(self.offer.load())
+    name: str  # qualified by the distribution where several offer it
+    problem: str  # why it cannot be chosen: broken, misfit, in conflict, unusable; or empty
+    summary: str  # the first line of the component's docstring; empty if there is a problem
 
 
 class Catalog:
@@ -140,27 +127,19 @@ class Catalog:
         """The names to choose from for one of `ROLES`. Imports nothing."""
         return list(dict.fromkeys(offer.name for offer in self._offers(role)))
 
-    def working(self, role: str) -> list[str]:
-        """Those of `names` that can be chosen, also if unusable on this machine. Imports all."""
-        states = {offer: offer_state(offer, self.offers, load=True).partition(":")[0] for offer in self._offers(role)}
-        return [offer.name for offer, state in states.items() if state in {"ok", "unusable"}]
-
     def roles(self, name: str) -> list[str]:
         """Those of `ROLES` for which a name can be chosen. Imports nothing."""
         return [role for role in ROLES if name in self.names(role)]
 
     def choices(self, role: str) -> list[Choice]:
         """The choices for one of `ROLES`. Imports them all."""
-        mine = self._offers(role)
+        mine, found = self._offers(role), []
         every = [offer.name for offer in mine]
-        return [
-            Choice(
-                each.name if every.count(each.name) == 1 else f"{each.distribution}:{each.name}",
-                each,
-                offer_state(each, self.offers, load=True),
-            )
-            for each in mine
-        ]
+        for each in mine:
+            name = each.name if every.count(each.name) == 1 else f"{each.distribution}:{each.name}"
+            state = offer_state(each, self.offers, load=True)
+            found.append(Choice(name, "", summary(each.load())) if state == "ok" else Choice(name, state, ""))
+        return found
 
     def _offers(self, role: str) -> list[Offer]:
         return [offer for offer in self.offers if offer.group == ROLES[role]]
@@ -223,6 +202,16 @@ class Catalog:
         if name not in self._sections:
             self._sections[name] = self._read_section(name)
         return self._sections[name]
+
+    def help_of(self, data: Mapping[str, Any]) -> dict[str, str]:
+        """The help of every option in the content of a file, where its component is installed."""
+        found = {}
+        for key, value in data.items():
+            if isinstance(value, Mapping) and key in self.sections:
+                found.update({f"{key}.{name}": option.help for name, option in self.section(key).items()})
+            elif (option := self.option(key)) is not None:
+                found[key] = option.help
+        return found
 
     def component(self, name: str, role: str = "") -> Offer:
         """The component of a name, for one of `ROLES` (empty: any). No imports; raises as `find`.

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from accel_core import PluginError
 from accel_core.api.launcher import choices, members, to_data
 from accel_launch.output import warn
-from accel_launch.settings.catalog import ROLES, SEVERAL, Catalog, Option
+from accel_launch.settings.catalog import ROLES, SEVERAL, Catalog, Option, flag_of
 from accel_launch.settings.command_line import CHOOSING, Switch, is_flag
-from accel_launch.settings.help_page import metavar
+from accel_launch.settings.help_page import add_row, add_switches, metavar
 
 
 def run_parser(prog: str, switches: Mapping[str, Switch], operand: str) -> argparse.ArgumentParser:
@@ -24,7 +24,7 @@ def run_parser(prog: str, switches: Mapping[str, Switch], operand: str) -> argpa
     catalog, page = Catalog(), switch_parser(prog, switches, operand)
     for role in CHOOSING:
         for name in catalog.names(role):
-            _add(page, f"--{name}".replace("_", "-"), f"chooses this {role.replace('_', ' ')}", [], "")
+            add_row(page, [flag_of(name)], "", f"chooses this {role.replace('_', ' ')}")
     for option in catalog.own.values():
         _add_option(page, option, catalog.names(option.key) if option.key in ROLES else _values(option))
     for section in catalog.sections:
@@ -42,32 +42,23 @@ def run_parser(prog: str, switches: Mapping[str, Switch], operand: str) -> argpa
 def switch_parser(prog: str, switches: Mapping[str, Switch], operand: str) -> argparse.ArgumentParser:
     """A command's own switches, and a word behind them; empty: none."""
     page = argparse.ArgumentParser(prog=prog, add_help=False, conflict_handler="resolve")
-    for name, switch in switches.items():
-        short = [f"-{switch.short}"] if switch.short else []
-        _add(page, f"--{name.replace('_', '-')}", switch.help, [], switch.takes, *short)
+    add_switches(page, switches)
     if operand:
         page.add_argument(operand, nargs="*")
     return page
 
 
 def _add_option(page: argparse.ArgumentParser, option: Option, values: list[str]) -> None:
+    """Adds an option with the first sentence of its help, and its negation."""
+    about = option.help.partition(". ")[0].partition("; ")[0]
     takes = "" if is_flag(option.field.type) else metavar(option) or "VALUE"
-    _add(page, option.flag, option.help, values if takes and option.key not in SEVERAL else [], takes)
+    add_row(page, [option.flag], takes, about, values if option.key not in SEVERAL else [])
     if bool in members(option.field.type):
         prefix, dot, name = option.flag.removeprefix("--").rpartition(".")
-        _add(page, f"--{prefix}{dot}no-{name}", f"not {option.flag}", [], "")
+        add_row(page, [f"--{prefix}{dot}no-{name}"], "", f"not {option.flag}")
 
 
 def _values(option: Option) -> list[str]:
     """The values of an option that takes one of a few."""
     listed = [each for kind in members(option.field.type) for each in choices(kind) or ()]
     return [str(to_data(each)) for each in listed if not isinstance(each, bool) and each is not None]
-
-
-def _add(page: argparse.ArgumentParser, flag: str, about: str, values: list[str], takes: str, *short: str) -> None:
-    """Adds a row with the first sentence of its help."""
-    text = about.partition(". ")[0].partition("; ")[0].replace("%", "%%")
-    if takes:
-        page.add_argument(*short, flag, metavar=takes, choices=values or None, help=text)
-    else:
-        page.add_argument(*short, flag, action="store_true", help=text)

@@ -17,7 +17,7 @@ import torch
 
 from accel_core.api.launcher import DEFAULT_STRATEGIES, PREFIX, SECTIONS, choices, members, to_data
 from accel_launch.output import say
-from accel_launch.settings.catalog import ROLES, SEVERAL, Option, has_default
+from accel_launch.settings.catalog import ROLES, SEVERAL, Option, flag_of, has_default
 from accel_launch.settings.command_line import CHOOSING, Switch, is_flag
 from accel_launch.settings.documentation import opening
 
@@ -45,7 +45,7 @@ def show_help(
             _add_section(page, catalog, section)
     else:
         page = _page(usage, about)
-        _add_switches(page, switches)
+        add_switches(page.add_argument_group("this command"), switches)
         for group in dict.fromkeys(option.group for option in catalog.own.values()):
             part = page.add_argument_group(group)
             for option in catalog.own.values():
@@ -61,7 +61,7 @@ def show_help(
 def show_switches(usage: str, about: str, switches: Mapping[str, Switch]) -> None:
     """Prints the help of a command that takes no options of a run."""
     page = _page(usage, about)
-    _add_switches(page, switches)
+    add_switches(page.add_argument_group("this command"), switches)
     say(page.format_help().rstrip())
 
 
@@ -77,11 +77,11 @@ def _width() -> int:
     return min(shutil.get_terminal_size((100, 24)).columns, _WIDEST)
 
 
-def _add_switches(page: argparse.ArgumentParser, switches: Mapping[str, Switch]) -> None:
-    part = page.add_argument_group("this command")
+def add_switches(part: argparse._ActionsContainer, switches: Mapping[str, Switch]) -> None:
+    """Adds the rows of a command's own options."""
     for name, switch in switches.items():
-        flags = [f"-{switch.short}"] if switch.short else []
-        _row(part, [*flags, f"--{name.replace('_', '-')}"], switch.takes, switch.help)
+        short = [f"-{switch.short}"] if switch.short else []
+        add_row(part, [*short, flag_of(name)], switch.takes, switch.help)
 
 
 def _add_section(page: argparse.ArgumentParser, catalog: Catalog, section: str) -> None:
@@ -108,12 +108,15 @@ def _add(part: argparse._ArgumentGroup, option: Option, further: str = "") -> No
         notes.insert(0, f"or {prefix}{dot}no-{name}" if dot else f"or --no-{name.removeprefix('--')}")
     note = f"[{'; '.join(notes)}]" if notes else ""
     flag, value = (f"{option.flag}{value}", "") if value.startswith("[") else (option.flag, value)
-    _row(part, [flag], value, f"{option.help} {note}".strip())
+    add_row(part, [flag], value, f"{option.help} {note}".strip())
 
 
-def _row(part: argparse._ArgumentGroup, flags: Sequence[str], value: str, about: str) -> None:
+def add_row(
+    part: argparse._ActionsContainer, flags: Sequence[str], value: str, about: str, values: Sequence[str] = ()
+) -> None:
+    """Adds the row of an option; `value` is the placeholder for its value, empty for a flag, `values` are all that it has."""
     if value:
-        part.add_argument(*flags, metavar=value, help=_plain(about))
+        part.add_argument(*flags, metavar=value, choices=values or None, help=_plain(about))
     else:
         part.add_argument(*flags, action="store_true", help=_plain(about))
 
@@ -170,13 +173,13 @@ def _kind(kind: Any) -> str:
 def _components(catalog: Catalog, usage: str) -> tuple[str, ...]:
     """What stands below the options: names that choose, where further options are, other places."""
     command = usage.partition(" [")[0]
-    flags = [f"--{name}".replace("_", "-") for role in CHOOSING for name in catalog.names(role) if name != "no"]
+    flags = [flag_of(name) for role in CHOOSING for name in catalog.names(role) if name != "no"]
     example = next((name for name in catalog.names("strategy") if name not in DEFAULT_STRATEGIES), "ddp")
     several = [name for role in SEVERAL for name in catalog.names(role)]
-    others = ", ".join(f"--{name}".replace("_", "-") for name in (*SECTIONS, *catalog.names("loader"), *several))
+    others = ", ".join(map(flag_of, (*SECTIONS, *catalog.names("loader"), *several)))
     chosen = f"The name of a strategy or precision is enough to choose it: {' '.join(flags)}."
     further = (
-        f"More options: `{command} --{example.replace('_', '-')} -h` shows those of {example}, and so for the other names "
+        f"More options: `{command} {flag_of(example)} -h` shows those of {example}, and so for the other names "
         f"and for {others}."
     )
     elsewhere = (

@@ -79,13 +79,6 @@ _WHAT_TO_TYPE = {
     "--main-process-ip": "master_addr",
     "--main-process-port": "master_port",
     "leave it out: a single machine has a free port of its own": "standalone",
-    "leave it out: processes are started anew": "start_method",
-    "leave it out: a script is started as it is": "run_path",
-    "leave it out: each process sees its local rank": "virtual_local_rank",
-    "--tee": "duplicate_stdout_filters duplicate_stderr_filters",
-    "--log-dir, --redirects and --tee": "logs_specs",
-    "leave it out: it is not passed on": "event_log_handler",
-    "leave it out: SIGINT, SIGTERM and SIGHUP are passed on": "signals_to_handle",
     "--mixed-precision fp8, and what `accel launch --fp8 -h` shows": "fp8_*",
 }
 """What to type here → the options of other launchers that it replaces."""

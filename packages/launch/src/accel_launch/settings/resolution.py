@@ -149,10 +149,8 @@ class _Resolution:
         return Resolved(self._catalog, self._given, active, idle, launch, channel, notes)
 
     def _first(self, option: str) -> Given | None:
-        found = (
-            each for given in self._levels.values() for each in given if (each.section, each.option) == ("", option)
-        )
-        return next(found, None)
+        every = (each for given in self._levels.values() for each in given)
+        return next((each for each in every if not each.section and each.option == option), None)
 
     def _choose(self, role: str) -> list[str]:
         """The chosen components of a role, by name; none if nobody chooses, or none is known."""
@@ -161,7 +159,10 @@ class _Resolution:
             return []
         names = chosen_names(role, _as_texts(given.data))
         if role in SEVERAL and ALL in names:
-            names = [*self._catalog.working(role), *(name for name in names if name != ALL)]
+            works = [
+                each.name for each in self._catalog.choices(role) if each.problem.partition(":")[0] in {"", "unusable"}
+            ]
+            names = [*works, *(name for name in names if name != ALL)]
         return [name for name in names if self._is_there(role, name, given)]
 
     def _is_there(self, role: str, name: str, given: Given) -> bool:

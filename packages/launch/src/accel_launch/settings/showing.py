@@ -6,9 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from accel_core.api.launcher import DEFAULT_STRATEGIES, masked, to_data
 from accel_launch.output import say, table
+from accel_launch.settings.files import own_path
 from accel_launch.settings.help_page import shown_value
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from accel_launch.settings.resolution import Resolved, Value
 
 NO_EFFECT = "(no effect: not chosen)"
@@ -43,6 +46,12 @@ def as_data(resolved: Resolved) -> list[dict[str, Any]]:
         {"option": each.key, "value": masked(each.key, to_data(each.value)), "source": each.source, "active": active}
         for each, active in pairs
     ]
+
+
+def say_next(file: Path) -> None:
+    """Prints what to type, now that a configuration file is there."""
+    option = "" if file.resolve() == own_path().resolve() else f" --config-file {file}"
+    say(f"Type `accel launch{option} script.py` to start a script with it, `accel test{option}` to try it.")
 
 
 def _text(value: Value) -> str:

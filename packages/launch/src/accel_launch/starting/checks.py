@@ -22,8 +22,6 @@ RANGES = {
 }
 """Option → its least and largest value, and what it counts."""
 
-_STREAMS = {"0": "none", "1": "standard output", "2": "errors", "3": "both"}
-
 
 def given(launch: LaunchOptions) -> list[str]:
     """The names of the options that are not at their defaults."""
@@ -71,14 +69,3 @@ def read_streams(option: str, text: str, processes: int) -> dict[int, int]:
         )
     streams = {int(rank): int(value) for rank, value in (each.split(":") for each in text.split(","))}
     return {rank: streams.get(rank, 0) for rank in range(processes)}
-
-
-def describe_output(launch: LaunchOptions) -> str:
-    """The destination of the output in words, as far as it was given."""
-    given = (("to files:", launch.redirects), ("to files and the console:", launch.tee))
-    parts = [f"{where} {_STREAMS.get(text, text)}" for where, text in given if text != "0"]
-    if launch.local_ranks_filter is not None:
-        parts.append(f"shown of local ranks {', '.join(map(str, launch.local_ranks_filter))}")
-    if launch.log_dir is not None:
-        parts.append(f"in {launch.log_dir}")
-    return "; ".join(parts) or "to the console"

@@ -66,15 +66,11 @@ def confined(ids: Sequence[int], found: Accelerators, environ: Mapping[str, str]
     named twice, and for a type whose variable is not known.
     """
     asked = f"device_ids={','.join(map(str, ids))} was given"
-    if not found.count:
-        raise LaunchError(f"{asked}, and this machine has no accelerator that torch sees. Leave it out.")
-    if not ids or not set(ids) <= set(range(found.count)):
+    if not ids or len({*ids} & {*range(found.count)}) < len(ids):
         raise LaunchError(
-            f"{asked}, and the accelerators of this machine are 0 to {found.count - 1} ({found}). Give one or more of "
-            "these; or leave it out to use all, or with --cpu none."
+            f"{asked}, and the accelerators of this machine that torch sees are: {found}. Give their numbers, from 0, each "
+            "once; or leave it out to use all, or with --cpu none."
         )
-    if len(set(ids)) < len(ids):
-        raise LaunchError(f"{asked}, which names an accelerator twice. Give each one once: one process uses one.")
     variable = _HIP if found.hip else VISIBILITY.get(found.kind)
     if variable is None:
         raise LaunchError(

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -83,33 +83,27 @@ def from_torch(failures: Mapping[int, ProcessFailure]) -> list[Failure]:
     return sorted(found, key=lambda failure: failure.time)
 
 
-class Scene(NamedTuple):
-    """The parts of a summary that are not about ranks: machine, files and advice."""
+def summary(
+    failures: Sequence[Failure], ranks: Ranks, where: str, among: str, logs: Path | None, unseen: Path | None
+) -> str:
+    """The message at the end of a failed run, from its sorted `failures` and all `ranks` here.
 
-    where: str  # the machine, in words
-    among: str  # " on this machine", if there are others
-    logs: Path | None  # the folder of the run's files; None if there are none
-    unseen: Path | None  # the file with the errors of the rank that failed first; None if the console has shown them
-    advice: str  # what to type next
-
-
-def summary(failures: Sequence[Failure], ranks: Ranks, scene: Scene) -> str:
-    """The message at the end of a failed run, from its sorted `failures` and all `ranks` here."""
+    `where` is the machine in words, `among` " on this machine" if there are others, `logs` the folder of
+    the run's files, and `unseen` as in `unseen_errors`.
+    """
     first = failures[0]
     moment = time.strftime("%H:%M:%S", time.localtime(first.time))
-    place = f"{scene.where}, local rank {first.local_rank}, process {first.pid}, {moment}"
+    place = f"{where}, local rank {first.local_rank}, process {first.pid}, {moment}"
     halted = (
         f"{listed(ranks.halted)} had been halted (SIGSTOP, or a debugger), and did not answer; then "
         if ranks.halted
         else ""
     )
-    lines = [f"accel launch: {halted}rank {first.rank} failed first{scene.among} ({place}): {first.how()}"]
-    lines += unseen_errors(first, scene.unseen, is_kept=scene.logs is not None)
+    lines = [f"accel launch: {halted}rank {first.rank} failed first{among} ({place}): {first.how()}"]
+    lines += unseen_errors(first, unseen, is_kept=logs is not None)
     lines += [f"  rank {each.rank} failed then: {each.how()}" for each in failures[1:]]
     lines += [f"  {line}" for line in _others(ranks, {failure.rank for failure in failures})]
-    if scene.logs is not None:
-        lines.append(f"  output of all ranks: {scene.logs}")
-    return "\n".join([*lines, f"  {scene.advice}"])
+    return "\n".join(lines if logs is None else [*lines, f"  output of all ranks: {logs}"])
 
 
 def unseen_errors(failure: Failure, file: Path | None, *, is_kept: bool) -> list[str]:

@@ -14,19 +14,13 @@ _SIOCGIFADDR = 0x8915  # of Linux: the IPv4 address of an interface
 _IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 
 
-def interface_to(address: str) -> str | None:
-    """The name of the interface with `address`, or towards it; None if the system knows none.
-
-    gloo takes the interface of this host's name, which is often the loopback; so on several
-    machines its `GLOO_SOCKET_IFNAME` is set to this one (see `variables_towards`). Sends nothing.
-    """
-    own = address_towards(address)
-    return None if own is None else _interfaces().get(own)
-
-
 def variables_towards(address: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variable for gloo's interface towards `address`; empty if set, or if there is none."""
-    name = None if environ.get(GLOO_INTERFACE) else interface_to(address)
+    """The variable for gloo's interface with `address`, or towards it; empty if set, or if the system knows none.
+
+    gloo takes the interface of this host's name, which is often the loopback. Sends nothing.
+    """
+    own = None if environ.get(GLOO_INTERFACE) else address_towards(address)
+    name = None if own is None else _interfaces().get(own)
     return {} if name is None else {GLOO_INTERFACE: name}
 
 

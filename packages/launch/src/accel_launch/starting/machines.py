@@ -32,7 +32,8 @@ from accel_launch.starting import meeting_store
 from accel_launch.starting.meeting_store import ENDED, FINISHED, LEFT, STOPPED, MeetingError, Pulse, Waiting, cards
 
 if TYPE_CHECKING:
-    from accel_launch.starting.meeting_store import Address, Card
+    from accel_launch.starting.meeting_point import Address
+    from accel_launch.starting.meeting_store import Card
 
 BEAT, LOST = 0.5, 30.0
 """Seconds between signs of life; and without one, after which another machine is gone, or the store."""

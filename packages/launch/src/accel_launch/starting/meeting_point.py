@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accel_launch.errors import LaunchError
 from accel_launch.starting.interfaces import address_towards
@@ -17,6 +17,17 @@ MACHINES, HERE = "machines", "here"
 """The rendezvous of this package: torch's, once machines have claimed their ranks; and that of a machine that is alone."""
 
 _LOCAL = "localhost"
+
+
+class Address(NamedTuple):
+    """The host and port at which machines meet."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        is_bare = ":" in self.host and not self.host.startswith("[")  # of IPv6
+        return f"[{self.host}]:{self.port}" if is_bare else f"{self.host}:{self.port}"
 
 
 @dataclass(frozen=True)
@@ -41,7 +52,7 @@ def on_this_machine(launch: LaunchOptions) -> MeetingPoint:
     """The meeting point of a run that has this machine only: a free port, unless one was given."""
     _refuse_rendezvous_options(launch)
     host = launch.main_process_ip or _LOCAL
-    endpoint, run_id = _address(host, launch.main_process_port or 0), f"accel-{uuid.uuid4().hex[:12]}"
+    endpoint, run_id = str(Address(host, launch.main_process_port or 0)), f"accel-{uuid.uuid4().hex[:12]}"
     return MeetingPoint(HERE, endpoint, run_id, local_addr=launch.local_addr or host)
 
 
@@ -50,7 +61,7 @@ def by_machine_rank(launch: LaunchOptions, rank: int, host: str, port: int, proc
     _refuse_rendezvous_options(launch)
     told = {"rank": rank, "processes": processes, "restarts": launch.max_restarts, "timeout": launch.meeting_timeout}
     count, own = launch.num_machines, launch.local_addr or address_towards(host)
-    return MeetingPoint(MACHINES, _address(host, port), "accel", (count, count), told, own)
+    return MeetingPoint(MACHINES, str(Address(host, port)), "accel", (count, count), told, own)
 
 
 def by_backend(launch: LaunchOptions) -> MeetingPoint:
@@ -59,9 +70,9 @@ def by_backend(launch: LaunchOptions) -> MeetingPoint:
     host, port, count = launch.main_process_ip, launch.main_process_port, launch.num_machines
     endpoint = launch.rdzv_endpoint
     if endpoint is None and host is not None and port:
-        endpoint = _address(host, port)
+        endpoint = str(Address(host, port))
     if endpoint is None and backend == "c10d" and count == 1:
-        endpoint = _address(_LOCAL, 0)
+        endpoint = str(Address(_LOCAL, 0))
     if endpoint is None:
         raise LaunchError(
             f"{asked}, and not where: main_process_ip {host}, main_process_port {port}. Add --rdzv-endpoint HOST:PORT."
@@ -80,11 +91,6 @@ def by_backend(launch: LaunchOptions) -> MeetingPoint:
         raise LaunchError(f"{asked}, whose server many jobs share, and no name for this one. Add --rdzv-id.")
     machines = (launch.min_machines or count, count)
     return MeetingPoint(backend, endpoint, launch.rdzv_id or "accel", machines, options, launch.local_addr)
-
-
-def _address(host: str, port: int) -> str:
-    """host:port, with brackets around an address of IPv6."""
-    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
 def _refuse_rendezvous_options(launch: LaunchOptions) -> None:

@@ -14,13 +14,16 @@ import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from typing import NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from torch.distributed import DistError, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from accel_launch.output import warn
 from accel_launch.starting.interfaces import own_addresses
+
+if TYPE_CHECKING:
+    from accel_launch.starting.meeting_point import Address
 
 SILENCE = 3.0
 """Seconds without a sign of life after which another may have a machine's rank."""
@@ -42,16 +45,6 @@ PHASE, BEGUN, ENDED = "phase", "begun", "ended: "
 
 class MeetingError(RendezvousError):
     """The machines of a run do not meet, or one is gone: says who, where, and what to do."""
-
-
-class Address(NamedTuple):
-    """The host and port at which machines meet."""
-
-    host: str
-    port: int
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from accel_core.api.launcher import Place, read_place
 from accel_launch.errors import LaunchError
 from accel_launch.output import warn
 from accel_launch.starting import meeting_point
-from accel_launch.starting.checks import check_output, check_values, describe_output, given
+from accel_launch.starting.checks import check_output, check_values, given
 from accel_launch.starting.devices import (
     THREADS,
     Accelerators,
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from accel_launch.options import LaunchOptions
     from accel_launch.starting.meeting_point import MeetingPoint
 
-_AGENTLESS = (
-    "num_processes num_machines machine_rank main_process_ip main_process_port device_ids num_cpu_threads_per_process"
-)
-FOR_JOINING = (*_AGENTLESS.split(), "debug", "log_level")
+FOR_JOINING = (
+    "num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "device_ids",
+    "num_cpu_threads_per_process", "debug", "log_level",
+)  # fmt: skip
 """Options that hold where another launcher has started the processes, too. The others are about starting them."""
 
 OWN_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
@@ -79,7 +79,6 @@ class Plan:
         if self.way == "agent":
             rows += [
                 ("restarts", str(self.launch.max_restarts)),
-                ("output", describe_output(self.launch)),
                 ("time to end", f"{self.launch.shutdown_timeout} s, then they are killed"),
             ]
         return rows
@@ -120,13 +119,7 @@ def _joined(launch: LaunchOptions, cpu: bool, environ: Mapping[str, str], place:
             f"{place.size} processes of this run already. Give it to {place.source}; or start one task on each node, "
             "and with --num-processes how many they make in all."
         )
-    nodes = place.size // place.local_size
-    if launch.num_machines not in {1, nodes} or launch.machine_rank not in {None, place.rank // place.local_size}:
-        raise LaunchError(
-            f"num_machines={launch.num_machines}, machine_rank={launch.machine_rank} were given, and {place.source} has "
-            f"started rank {place.rank} of {place.size}, with {place.local_size} processes on this machine. Leave them "
-            f"out: {place.source} says it."
-        )
+    nodes, rank = _machine(launch, place)
     told = {"MASTER_ADDR": launch.main_process_ip, "MASTER_PORT": launch.main_process_port or None}
     variables = {name: str(value) for name, value in told.items() if value is not None}
     if variables and place.source == "torchrun":
@@ -144,10 +137,21 @@ def _joined(launch: LaunchOptions, cpu: bool, environ: Mapping[str, str], place:
     variables |= {} if cpu else recording(launch.log_dir, environ)
     if place.source != "torchrun" and not cpu and launch.num_processes is None and launch.device_ids is None:
         _warn_of_idle(place)
-    rank = place.rank // place.local_size
     return Plan(
         replace(launch, num_machines=nodes), "join", place, place.size, place.local_size, rank, None, variables, found
     )
+
+
+def _machine(launch: LaunchOptions, place: Place) -> tuple[int, int]:
+    """The number of machines, and that of this one, by another launcher. `LaunchError` if options say other ones."""
+    nodes, rank = place.size // place.local_size, place.rank // place.local_size
+    if launch.num_machines not in {1, nodes} or launch.machine_rank not in {None, rank}:
+        raise LaunchError(
+            f"num_machines={launch.num_machines}, machine_rank={launch.machine_rank} were given, and {place.source} has "
+            f"started rank {place.rank} of {place.size}, with {place.local_size} on this machine. Leave them out: "
+            f"{place.source} says it."
+        )
+    return nodes, rank
 
 
 def _warn_of_idle(place: Place) -> None:
@@ -169,17 +173,13 @@ def _as_machine(launch: LaunchOptions, place: Place) -> LaunchOptions:
             f"{asked}, {place.local_size} of them on this machine. Leave num_processes out to join these; or start one "
             "task on each node (srun --ntasks-per-node=1), and give a multiple of their number."
         )
-    if launch.num_machines not in {1, place.size} or launch.machine_rank not in {None, place.rank}:
-        raise LaunchError(
-            f"num_machines={launch.num_machines}, machine_rank={launch.machine_rank} were given, and {place.source} has "
-            f"started task {place.rank} of {place.size}, one on each machine. Leave them out: {place.source} says it."
-        )
-    if place.size == 1 or launch.rdzv_backend is not None:
-        return replace(launch, num_machines=place.size)
+    nodes, rank = _machine(launch, place)
+    if nodes == 1 or launch.rdzv_backend is not None:
+        return replace(launch, num_machines=nodes)
     return replace(
         launch,
-        num_machines=place.size,
-        machine_rank=place.rank,
+        num_machines=nodes,
+        machine_rank=rank,
         main_process_ip=launch.main_process_ip or place.address,
         main_process_port=launch.main_process_port or place.port,
     )

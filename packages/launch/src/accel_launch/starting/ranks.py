@@ -95,7 +95,6 @@ def _peek(pid: int, what: int) -> os.waitid_result | None:
 
 
 def _send(send: Callable[[int, int], None], pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(
-        ProcessLookupError, PermissionError
-    ):  # ended; or of another user by now, and not ours to end
+    # It has ended; or is of another user by now, and not ours to end.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         send(pid, number)

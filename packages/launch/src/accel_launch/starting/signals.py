@@ -36,13 +36,10 @@ class Signals:
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None  # the first one that ends the run
-        self.interrupt: Callable[[signal.Signals], BaseException] = lambda _: (
-            Ended()
-        )  # what it raises in the main thread
-        self.pass_on: Callable[[signal.Signals], None] = lambda _: None  # sends a signal to the ranks
-        self.child_ended: Callable[[], None] = lambda: (
-            None
-        )  # is called when a process has ended that was started from here
+        # What it raises in the main thread; sends a signal to the ranks; is called when a process has ended that was started here.
+        self.interrupt: Callable[[signal.Signals], BaseException] = lambda _: Ended()
+        self.pass_on: Callable[[signal.Signals], None] = lambda _: None
+        self.child_ended: Callable[[], None] = lambda: None
         self._before: dict[signal.Signals, Any] = {}
         self._holds, self._raised, self._since = 0, False, 0.0
 

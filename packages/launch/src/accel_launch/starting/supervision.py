@@ -21,11 +21,11 @@ from torch.numa.binding import AffinityMode, NumaOptions
 
 from accel_launch.errors import LaunchError
 from accel_launch.starting.agent import HostAgent, say
-from accel_launch.starting.failures import Failure, Scene, from_torch, summary
+from accel_launch.starting.failures import Failure, from_torch, summary
 from accel_launch.starting.logs import Logs
 from accel_launch.starting.machines import Machines, OneMachine
-from accel_launch.starting.meeting_point import HERE, MACHINES, MeetingPoint
-from accel_launch.starting.meeting_store import Address, Card
+from accel_launch.starting.meeting_point import HERE, MACHINES, Address, MeetingPoint
+from accel_launch.starting.meeting_store import Card
 from accel_launch.starting.orphan_guard import Guard
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def _report(plan: Plan, run: Supervised, logs: Logs) -> int:
         among = " on this machine"
     unseen = logs.unseen(first.local_rank)
     kept = logs.folder if logs.kept else None
-    say(summary(failures, run.agent.ranks, Scene(where, among, kept, unseen, _advice(plan, logs))))
+    say(f"{summary(failures, run.agent.ranks, where, among, kept, unseen)}\n  {_advice(plan, logs)}")
     return first.exit_status
 
 
@@ -152,9 +152,8 @@ def _spec(plan: Plan, program: Program, meeting: MeetingPoint) -> WorkerSpec:
         role=launch.role,
         local_world_size=plan.here,
         entrypoint=entrypoint,
-        args=tuple(
-            each.replace("$", "$$") for each in arguments
-        ),  # torch substitutes what looks like a macro of its own
+        # Torch substitutes what looks like a macro of its own.
+        args=tuple(each.replace("$", "$$") for each in arguments),
         rdzv_handler=_handler(meeting),
         max_restarts=launch.max_restarts,
         monitor_interval=launch.monitor_interval,
