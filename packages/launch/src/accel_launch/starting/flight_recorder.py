@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -11,7 +10,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _DUMP, _SIZE = "TORCH_FR_DUMP_TEMP_FILE", "TORCH_FR_BUFFER_SIZE"
-_NAME = re.compile(r"flight_recorder_(launch_\d+_)?rank_")  # torch adds the number of the rank
 _OLDER = {_DUMP: "TORCH_NCCL_DEBUG_INFO_TEMP_FILE", _SIZE: "TORCH_NCCL_TRACE_BUFFER_SIZE"}
 _VARIABLES = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",  # torch's agent gives 1 where nothing is set, with which nothing is dumped
@@ -37,5 +35,7 @@ def recording(log_dir: Path | None, environ: Mapping[str, str]) -> dict[str, str
 def recording_again(attempt: int, environ: Mapping[str, str]) -> dict[str, str]:
     """The variables of an attempt after the first, whose dumps stand beside the earlier ones."""
     folder, _, name = environ.get(_DUMP, "").rpartition("/")
-    is_ours = attempt and _NAME.fullmatch(name)
+    is_ours = (
+        attempt and name.startswith("flight_recorder_") and name.endswith("rank_")
+    )  # torch adds the number of the rank
     return {_DUMP: f"{folder}/{name.removesuffix('rank_')}attempt_{attempt}_rank_"} if is_ours else {}
