@@ -35,7 +35,5 @@ def recording(log_dir: Path | None, environ: Mapping[str, str]) -> dict[str, str
 def recording_again(attempt: int, environ: Mapping[str, str]) -> dict[str, str]:
     """The variables of an attempt after the first, whose dumps stand beside the earlier ones."""
     folder, _, name = environ.get(_DUMP, "").rpartition("/")
-    is_ours = (
-        attempt and name.startswith("flight_recorder_") and name.endswith("rank_")
-    )  # torch adds the number of the rank
-    return {_DUMP: f"{folder}/{name.removesuffix('rank_')}attempt_{attempt}_rank_"} if is_ours else {}
+    is_ours = name.startswith("flight_recorder_") and name.endswith("rank_")  # torch adds the number of the rank
+    return {_DUMP: f"{folder}/{name.removesuffix('rank_')}attempt_{attempt}_rank_"} if attempt and is_ours else {}
