@@ -11,7 +11,7 @@ from together import Together
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from accel_core import Accelerator, GradientAccumulationPlugin, Precision, hookimpl
+from accel_core import Accelerator, GradientAccumulationPlugin, Precision, find_executable_batch_size, hookimpl
 
 ON_TWO = Together(2)
 X = torch.arange(1.0, 9.0).view(8, 1)
@@ -122,6 +122,26 @@ def test_accumulation_steps_may_be_assigned_between_two_windows() -> None:
         accelerator.backward(model(X[:1]).sum())
     with pytest.raises(RuntimeError, match=r"gradient_accumulation_steps = 1 was asked for while a window .* is open"):
         accelerator.gradient_accumulation_steps = 1
+
+
+def test_a_smaller_batch_that_memory_suffices_for_has_its_own_accumulation_steps() -> None:
+    accelerator = Accelerator()
+    model = accelerator.prepare(line())
+    closes = []
+
+    @find_executable_batch_size(starting_batch_size=8, reduce_batch_size_fn=lambda size: size // 2)
+    def train(size: int) -> None:
+        accelerator.gradient_accumulation_steps = 8 // size
+        for batch in X[:1].repeat(8, 1).split(size):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch).mean())
+                closes.append(accelerator.sync_gradients)
+                if size > 2:
+                    raise torch.OutOfMemoryError("out of memory")
+        model.zero_grad()
+
+    train()
+    assert closes == [True, False, False, False, False, True], "of 8, 4 and 2 samples"
 
 
 class _Stream(IterableDataset[torch.Tensor]):

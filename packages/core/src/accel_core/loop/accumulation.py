@@ -57,6 +57,7 @@ class Accumulation:
         self.size = self.steps  # micro-batches that the window is to have
         self.open = False
         self.inside = False  # between `__enter__` and `__exit__` of `accumulate`
+        self.failed = False  # whether an error ended the last micro-batch
         self.backwards = 0  # backwards in the window
         self.micro_backwards = 0  # backwards in the present micro-batch
         self.by_caller = False  # whether the caller says which micro-batch closes the window
@@ -88,9 +89,9 @@ class Accumulation:
         self.open = not closes
         return closes
 
-    def leave(self) -> None:
+    def leave(self, failed: bool = False) -> None:
         """The micro-batch has ended."""
-        self.inside = False
+        self.inside, self.failed = False, failed
         if not self.open:
             self.position = 0
 
@@ -156,8 +157,11 @@ class Accumulation:
         self.by_caller, self.open = True, back
 
     def refuse_in_window(self, option: str, value: object) -> None:
-        """Raises `RuntimeError`, if a window is open, for what may be assigned between two only."""
-        if self.open or self.inside:
+        """Raises `RuntimeError`, if a window is open, for what may be assigned between two only.
+
+        Not if an error has ended it: a search for the batch size that fits assigns before its next attempt.
+        """
+        if self.inside or (self.open and not self.failed):
             what = f"accelerator.{option} = {value!r} was asked for while a window of accumulation is open."
             raise RuntimeError(f"{what} Assign it before the first accumulate() of a window.")
 
@@ -213,4 +217,4 @@ class Accumulate:
     def __exit__(self, *raised: Any) -> None:
         for context in reversed(self.contexts):
             context.__exit__(*raised)
-        self.accumulation.leave()
+        self.accumulation.leave(raised[0] is not None)
