@@ -156,6 +156,24 @@ def test_a_model_that_was_freed_trains_on_with_a_new_optimizer():
     assert run_ranks(trained_twice, 2) == [([-0.5, -2.0], 1.0)] * 2
 
 
+def evaluated_before_trained():
+    accelerator = Accelerator(cpu=True)
+    inner = one_weight()
+    model = accelerator.prepare_model(inner, evaluation_mode=True)
+    with pytest.raises(ValueError, match=r"prepared with evaluation_mode=True, so its gradients would not be synchronised"):
+        accelerator.prepare(model)
+    accelerator.free_memory()
+    model, optimizer = accelerator.prepare(inner, torch.optim.SGD(inner.parameters(), lr=1.0))
+    accelerator.backward(model(torch.full((1, 1), accelerator.process_index + 1.0)).sum())
+    optimizer.step()
+    return inner.weight.item()
+
+
+def test_a_model_that_was_evaluated_before_its_training_is_the_same_in_all_processes():
+    """As transformers' Trainer has it, where evaluate() comes before train()."""
+    assert run_ranks(evaluated_before_trained, 2) == [-0.5, -0.5]
+
+
 def test_the_end_of_a_loader_closes_no_window_if_that_is_asked_for():
     plugin = GradientAccumulationPlugin(num_steps=4, sync_with_dataloader=False)
     assert "".join(policy_optimization(Accelerator(cpu=True, gradient_accumulation_plugin=plugin))) == "...S...S."
