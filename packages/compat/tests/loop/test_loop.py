@@ -160,7 +160,9 @@ def evaluated_before_trained():
     accelerator = Accelerator(cpu=True)
     inner = one_weight()
     model = accelerator.prepare_model(inner, evaluation_mode=True)
-    with pytest.raises(ValueError, match=r"prepared with evaluation_mode=True, so its gradients would not be synchronised"):
+    with pytest.raises(
+        ValueError, match=r"prepared with evaluation_mode=True, so its gradients would not be synchronised"
+    ):
         accelerator.prepare(model)
     accelerator.free_memory()
     model, optimizer = accelerator.prepare(inner, torch.optim.SGD(inner.parameters(), lr=1.0))
