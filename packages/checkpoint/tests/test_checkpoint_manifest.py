@@ -97,21 +97,6 @@ def test_a_record_that_is_not_json_is_refused_before_anything_is_written(tmp_pat
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    "wrong, found",
-    [
-        ({"id": "xyz"}, "id is 'xyz'"),
-        ({"created": "yesterday"}, "created is 'yesterday'"),
-        ({"files": ("../../etc/passwd",)}, r"files is \{'\.\./\.\./etc/passwd': 20\}"),
-        ({"files": ("index.json",)}, "files is"),
-    ],
-)
-def test_a_manifest_that_nobody_could_read_is_not_written(tmp_path, wrong, found):
-    with pytest.raises(CheckpointError, match=rf"is not published in .* no reader takes its manifest: {found}"):
-        write_manifest(tmp_path, manifest(**wrong))
-    assert os.listdir(tmp_path) == []
-
-
 @pytest.mark.parametrize("failing", ["write", "fsync", "replace"])
 def test_a_full_disk_leaves_the_manifest_before_and_nothing_else(tmp_path, monkeypatch, failing):
     said = checkpoint(tmp_path)

@@ -7,8 +7,8 @@ import ctypes
 import functools
 import os
 import stat
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -179,29 +179,13 @@ def read_into(descriptor: int, place: memoryview, offset: int, path: Path) -> in
     return begin
 
 
-def read_all(jobs: Sequence[Callable[[], None]], threads: int = 2) -> None:
-    """Runs reading jobs without gradients in `threads`, with this one; raises the first error."""
-    waiting = iter(jobs)
-    taking = threading.Lock()
-    errors: list[BaseException] = []
+def read_all(jobs: Iterable[Callable[[], None]], threads: int = 2) -> None:
+    """Runs reading jobs without gradients in threads; after an error, which is raised, none begins."""
 
-    def work() -> None:
-        with torch.no_grad():
-            while not errors:
-                with taking:
-                    job = next(waiting, None)
-                if job is None:
-                    return
-                try:
-                    job()
-                except BaseException as error:  # noqa: BLE001  (raised below, in the thread of the caller)
-                    errors.append(error)
+    @torch.no_grad()
+    def run(job: Callable[[], None]) -> None:
+        job()
 
-    others = [threading.Thread(target=work, name="accel-read") for _ in range(min(threads, len(jobs)) - 1)]
-    for thread in others:
-        thread.start()
-    work()
-    for thread in others:
-        thread.join()
-    if errors:
-        raise errors[0]
+    with ThreadPoolExecutor(threads, "accel-read") as pool:
+        for _ in pool.map(run, jobs):
+            pass

@@ -8,7 +8,6 @@ what is named like ours is touched.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import re
 import secrets
@@ -177,15 +176,9 @@ def foreign_files(names: Iterable[str]) -> str | None:
 
 def _make_folders(folder: Path) -> list[Path]:
     """Makes a folder and its parents; returns the folders that have new names in them, the innermost first."""
-    if folder.is_dir():
-        return []
-    parents = _make_folders(folder.parent)
-    try:
-        os.mkdir(folder)
-    except FileExistsError:  # made by another machine meanwhile, or a file
-        if not folder.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder)) from None
-    return [folder.parent, *parents]
+    new = [each for each in (folder, *folder.parents) if not each.is_dir()]
+    folder.mkdir(parents=True, exist_ok=True)
+    return [each.parent for each in new]
 
 
 def _check_alone(folder: Path) -> None:

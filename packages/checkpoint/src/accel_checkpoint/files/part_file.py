@@ -117,20 +117,16 @@ class PartReader:
 
     def read(self, key: str, out: torch.Tensor, cast: bool = False) -> None:
         """Reads a whole tensor into `out`, of its shape, on any device; `cast`: of any dtype."""
-        self.read_box(key, Box.whole(self._tensor(key).shape), out, cast)
+        self.read_box(key, Box.whole(self.stored.tensors[key].shape), out, cast)
 
     def tensor(self, key: str) -> torch.Tensor:
-        """A new CPU tensor. Raises as `read`, and if there is no memory for it."""
-        stored = self._tensor(key)
+        """A new CPU tensor. Raises as `read`."""
+        stored = self.stored.tensors[key]
         if stored.nbytes > BLOCK:  # no memory is taken for what does not even begin as it should
             self._buffered(key, stored, 0)
         with torch.inference_mode(False):
-            try:
-                data = torch.empty(stored.nbytes, dtype=torch.uint8)
-            except RuntimeError as error:
-                text = f"{key!r} has {stored.nbytes} bytes, and there is no memory for so many ({error!s:.200})"
-                raise CheckpointError(f"{self.path}: {text}. {_ANOTHER}") from error
             # As bytes, for torch makes no empty tensors of some of the dtypes.
+            data = torch.empty(stored.nbytes, dtype=torch.uint8)
             out = data.view(DTYPES[stored.dtype]).view(stored.shape)
         self.read(key, out)
         return out
@@ -138,8 +134,11 @@ class PartReader:
     @torch.no_grad()
     def read_box(self, key: str, source: Box, out: torch.Tensor, cast: bool = False) -> None:
         """Reads a tensor's region `source` into `out`, of shape `source.sizes`: only its blocks."""
-        stored = self._tensor(key)
-        out = self._fitting(key, stored, source, plain(key, out), cast)
+        stored, out = self.stored.tensors[key], plain(key, out)
+        fits = Box.whole(stored.shape).contains(source) and tuple(out.shape) == source.sizes
+        if not fits or (out.dtype != DTYPES[stored.dtype] and not cast):
+            there, here = f"{stored.dtype} {stored.shape}", f"{out.dtype} {tuple(out.shape)}"
+            raise CheckpointError(f"{self.path}: {source} of {key!r}, {there}, is to be read into {here}.")
         if source.is_empty:
             return
         extent = _extent(stored.shape, source)
@@ -211,21 +210,6 @@ class PartReader:
                 raise CheckpointError(f"{self.path}: the file became shorter while it was read. {_ANOTHER}")
             hasher.update(part)
         return hasher.hexdigest()
-
-    def _tensor(self, key: str) -> StoredTensor:
-        stored = self.stored.tensors.get(key)
-        if stored is None:
-            raise CheckpointError(f"{self.path}: {key!r} is to be read, and is not in this file. {_ANOTHER}")
-        return stored
-
-    def _fitting(self, key: str, stored: StoredTensor, source: Box, out: torch.Tensor, cast: bool) -> torch.Tensor:
-        if not Box.whole(stored.shape).contains(source) or tuple(out.shape) != source.sizes:
-            raise CheckpointError(
-                f"{self.path}: {source} of {key!r}, whose shape is {stored.shape}, is to be read into {tuple(out.shape)}."
-            )
-        if out.dtype != DTYPES[stored.dtype] and not cast:
-            raise CheckpointError(f"{self.path}: {key!r} is {stored.dtype}, read into {out.dtype} without cast.")
-        return out
 
 
 _ANOTHER = "Load another checkpoint."

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-
-from accel_core import CheckpointError
 
 BLOCK = 4 << 20  # bytes that have one hash: the least that is read of a tensor. A multiple of the size of every element
 HASH_LENGTH = 32  # characters of a hash: 128 bits, in hexadecimal
@@ -66,35 +64,41 @@ class StoredFile:
         return {"nbytes": self.nbytes, **header, "tensors": tensors}
 
     @classmethod
-    def from_json(cls, name: str, value: Any) -> StoredFile:
-        """The description of the file `name`; CheckpointError names an invalid field."""
+    def from_json(cls, name: str, value: Mapping[str, Any]) -> StoredFile:
+        """The description of the file `name`; ValueError, KeyError or TypeError if it cannot be true."""
         if not re.fullmatch(r"[\w-][\w.-]*", name):
-            raise _lie(name, "the name", name, "the name of a file, without a folder")
-        fields = _fields(name, "", value, _FILE)
-        tensors = {key: _tensor(name, key, entry) for key, entry in fields["tensors"].items()}
-        end = fields["header_bytes"]
+            raise ValueError(f"{name!r} is no name of a file, without a folder")
+        tensors = {key: _tensor(key, entry) for key, entry in value["tensors"].items()}
+        stored = cls(name, **{**value, "tensors": tensors})
         most = _HEADER + sum(_ENTRY + 12 * len(key) for key in tensors)
-        if end > most:
-            raise _lie(name, "header_bytes", end, f"at most {most}, which is more than such tensors need")
+        if not (is_size(stored.header_bytes) and stored.header_bytes <= most and is_hash(stored.header_hash)):
+            raise ValueError(
+                f"{name!r} has a header of {stored.header_bytes!r:.80} bytes, with the hash {stored.header_hash!r:.80}"
+            )
+        end = stored.header_bytes
         for key, tensor in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
             if tensor.offset != end:
-                raise _lie(name, f"tensors.{key}.offset", tensor.offset, f"{end}, where the bytes before it end")
+                raise ValueError(
+                    f"{key!r} begins at byte {tensor.offset} of {name!r}, and what is before it ends at {end}"
+                )
             end += tensor.nbytes
-        if fields["nbytes"] != end:
-            raise _lie(name, "nbytes", fields["nbytes"], f"{end}, where its last tensor ends")
-        return cls(name, fields["nbytes"], fields["header_bytes"], fields["header_hash"], tensors)
+        if stored.nbytes != end:
+            raise ValueError(f"{name!r} has {stored.nbytes!r:.80} bytes, and its last tensor ends at {end}")
+        return stored
 
 
-def _tensor(name: str, key: str, value: Any) -> StoredTensor:
-    fields = _fields(name, f"tensors.{key}", value, _TENSOR)
-    fields["shape"], fields["hashes"] = tuple(fields["shape"]), tuple(fields["hashes"])
-    tensor = StoredTensor(**fields)
+def _tensor(key: str, value: Mapping[str, Any]) -> StoredTensor:
+    tensor = StoredTensor(**{**value, "shape": tuple(value["shape"]), "hashes": tuple(value["hashes"])})
+    if tensor.dtype not in DTYPES:
+        raise ValueError(f"{key!r} is of the dtype {tensor.dtype!r:.80}, which torch {torch.__version__} does not have")
+    if not (is_shape(value["shape"]) and is_size(tensor.offset)):
+        raise ValueError(f"{key!r} has the shape {value['shape']!r:.80}, from byte {tensor.offset!r:.80} on")
     nbytes = math.prod(tensor.shape) * tensor.itemsize
-    blocks = -(-nbytes // BLOCK)
     if tensor.nbytes != nbytes:
-        raise _lie(name, f"tensors.{key}.nbytes", tensor.nbytes, f"{nbytes}, by its shape and dtype")
-    if len(tensor.hashes) != blocks:
-        raise _lie(name, f"the number of tensors.{key}.hashes", len(tensor.hashes), f"{blocks}, one per {BLOCK} bytes")
+        raise ValueError(f"{key!r} has {tensor.nbytes!r:.80} bytes, and {nbytes} by its shape and dtype")
+    blocks = -(-nbytes // BLOCK)
+    if len(tensor.hashes) != blocks or not all(map(is_hash, tensor.hashes)):
+        raise ValueError(f"{key!r} has not one hash for each of {blocks} blocks: {tensor.hashes!r:.80}")
     return tensor
 
 
@@ -116,40 +120,3 @@ def is_shape(value: Any) -> bool:
 def is_hash(value: Any) -> bool:
     """Whether it has the digits of a hash."""
     return isinstance(value, str) and re.fullmatch(rf"[0-9a-f]{{{HASH_LENGTH}}}", value) is not None
-
-
-Fields = Mapping[str, tuple[Callable[[Any], bool], str]]
-
-_FILE: Fields = {
-    "nbytes": (is_size, "a number of bytes"),
-    "header_bytes": (is_size, "a number of bytes"),
-    "header_hash": (is_hash, "a hash"),
-    "tensors": (lambda value: isinstance(value, dict), "an object with a member per tensor"),
-}
-
-_TENSOR: Fields = {
-    "dtype": (lambda value: isinstance(value, str) and value in DTYPES, f"a dtype of torch {torch.__version__}"),
-    "shape": (is_shape, "a list of sizes"),
-    "offset": (is_size, "a number of bytes"),
-    "nbytes": (is_size, "a number of bytes"),
-    "hashes": (lambda value: isinstance(value, list) and all(map(is_hash, value)), "a list of hashes"),
-}
-
-
-def _fields(name: str, where: str, value: Any, expected: Fields) -> dict[str, Any]:
-    """The members of a JSON object, each valid; none is missing, and there are no others."""
-    if not isinstance(value, dict) or value.keys() != expected.keys():
-        raise _lie(name, where or "the whole", value, f"an object with the members {', '.join(expected)}")
-    for field, (is_right, kind) in expected.items():
-        if not is_right(value[field]):
-            raise _lie(name, f"{where}.{field}".lstrip("."), value[field], kind)
-    return dict(value)
-
-
-def _lie(name: Any, field: str, found: Any, expected: str) -> CheckpointError:
-    shown = repr(found)
-    return CheckpointError(
-        f"the file {name!r} of the checkpoint is read as its description says, but there {field} is "
-        f"{shown if len(shown) < 100 else shown[:100] + '…'}, and not {expected}: the description is damaged, or of a newer version. "
-        f"Load another checkpoint, or upgrade what reads it."
-    )
