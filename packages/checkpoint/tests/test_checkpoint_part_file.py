@@ -42,6 +42,10 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(part_file, "READ", 40)
 
 
+def read(reader, key, out, cast=False):
+    reader.read_box(key, Box.whole(reader.stored.tensors[key].shape), out, cast)
+
+
 def written(folder, tensors):
     """The path and the description, which has been through JSON, of a new file; the one that was there is removed."""
     path = folder / NAME
@@ -105,7 +109,7 @@ def test_what_was_written_is_read(small_blocks, tmp_path, data, given):
         for key, tensor in given.items():
             assert_same(reader.tensor(key), tensor)
             out = data.draw(placed(tuple(tensor.shape), tensor.dtype))
-            reader.read(key, out)
+            read(reader, key, out)
             assert_same(out, tensor)
 
 
@@ -288,7 +292,7 @@ def read_everything(path, description):
     with PartReader(path, description) as reader:
         for key, tensor in description.tensors.items():
             try:
-                reader.read(key, torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype]))
+                read(reader, key, torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype]))
             except CheckpointError as error:
                 damaged.append((key, str(error)))
     return damaged
@@ -350,9 +354,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_noticed(tmp_path):
 def test_a_missing_file_is_named(tmp_path):
     path, description = written(tmp_path, {"x": torch.ones(3)})
     path.unlink()
-    with pytest.raises(
-        CheckpointError, match=f"{NAME}: the checkpoint has this file, but it is not there. Load another"
-    ):
+    with pytest.raises(FileNotFoundError, match=f"cannot be read: No such file .* load another .*{NAME}"):
         PartReader(path, description)
 
 
@@ -376,19 +378,19 @@ def test_what_does_not_fit_is_refused_and_stays(tmp_path):
     with PartReader(path, description) as reader:
         out = torch.zeros(2, 3)
         with pytest.raises(CheckpointError, match=r"\[0:3, 0:2\] of 'x', float32 \(3, 2\), .* into .*float32 \(2, 3\)"):
-            reader.read("x", out)
+            read(reader, "x", out)
         with pytest.raises(
             CheckpointError, match=r"\[2:4, 0:3\] of 'x', .* is to be read into torch\.float32 \(2, 3\)"
         ):
             reader.read_box("x", Box((2, 0), (2, 3)), out)
         half = torch.zeros(3, 2, dtype=torch.float16)
         with pytest.raises(CheckpointError, match=r"'x', float32 \(3, 2\), is to be read into torch\.float16"):
-            reader.read("x", half)
+            read(reader, "x", half)
         with pytest.raises(CheckpointError, match="'x' is on the meta device"):
-            reader.read("x", torch.empty(3, 2, device="meta"))
+            read(reader, "x", torch.empty(3, 2, device="meta"))
         assert not out.any()
         assert not half.any()
-        reader.read("x", half, cast=True)
+        read(reader, "x", half, cast=True)
         assert half.all()
 
 
@@ -398,7 +400,7 @@ def test_parameters_are_read_in_place_whatever_the_mode(tmp_path):
     model = nn.ParameterDict({"x": torch.zeros(4, 4), "y": torch.zeros(4, 4).t(), "z": torch.zeros(4, 4).double()})
     places = {name: parameter.data_ptr() for name, parameter in model.items()}
     with PartReader(path, description) as reader:
-        jobs = [lambda key=key: reader.read(key, model[key], cast=True) for key in model]
+        jobs = [lambda key=key: read(reader, key, model[key], cast=True) for key in model]
         read_all(jobs, threads=2)
         for name, parameter in model.items():
             assert torch.equal(parameter.float(), given[name])
@@ -528,8 +530,8 @@ def extra_memory(folder):
         path = folder / name
         found[f"write {name}"] = growth(lambda path=path, tensor=tensor: write_part(path, {"x": tensor}))
     with PartReader(path, write_part(folder / "again", {"x": rows})) as reader:
-        found["read rows"] = growth(lambda: reader.read("x", rows))
-        found["read columns"] = growth(lambda: reader.read("x", columns))
+        found["read rows"] = growth(lambda: read(reader, "x", rows))
+        found["read columns"] = growth(lambda: read(reader, "x", columns))
         found["read half"] = growth(lambda: reader.read_box("x", Box((0, 2000), (6000, 2000)), rows[:, :2000]))
     for path in folder.iterdir():
         path.unlink()

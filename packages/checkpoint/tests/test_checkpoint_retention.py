@@ -10,7 +10,7 @@ import pytest
 from test_checkpoint_folder import MINE, add_files_of_the_user, kill_everywhere, names_in, phases, save, saved
 
 from accel_checkpoint.files.manifest import is_complete
-from accel_checkpoint.files.retention import complete, enforce, name, newest, next_path, numbers
+from accel_checkpoint.files.retention import enforce, name, newest, next_path, numbers
 from accel_core import CheckpointError
 from accel_testing import run_ranks
 
@@ -35,6 +35,10 @@ def leave_unfinished(root, number, *files):
 def damage(root, number):
     manifest = path_of(root, number) / "manifest.json"
     manifest.write_text(manifest.read_text().replace("2030", "2031"))
+
+
+def complete(root):
+    return [number for number in numbers(root) if is_complete(path_of(root, number))]
 
 
 # Which there are

@@ -600,7 +600,6 @@ def test_models_in_several_places_are_left_to_their_package(saved, option, monke
 
 
 @pytest.mark.parametrize("options, message", [
-    ({"device_map": {"": "nowhere"}}, r"device_map=\{'': 'nowhere'\} names no device: .* Pass \{'': 'cpu'\}"),
     ({"device_map": {"": "meta"}}, r"device_map=\{'': 'meta'\} leaves no memory to read weights into\. Pass another"),
     ({"offload_8bit_bnb": True}, "asked for offload_8bit_bnb=True, but 8-bit weights stay in memory. Leave it out"),
     ({"full_state_dict": False}, "asked for full_state_dict=False, but every rank reads what it has by itself"),
@@ -690,9 +689,7 @@ def test_an_index_that_lies_is_refused(tmp_path):
         load_checkpoint_in_model(model, tmp_path)
     path.write_text(json.dumps(index))
     os.remove(tmp_path / parts["weight"])
-    with pytest.raises(
-        FileNotFoundError, match="is named by model.safetensors.index.json, but it is not there. Copy the whole"
-    ):
+    with pytest.raises(FileNotFoundError, match=parts["weight"]):
         load_checkpoint_in_model(model, tmp_path)
     assert bits(model) == before
 

@@ -23,6 +23,7 @@ from accel_checkpoint.files.disk import read_all
 from accel_checkpoint.importing.fitting import names_here, other_schedule, state_of_position, units_here
 from accel_checkpoint.importing.opened import open_to_load
 from accel_checkpoint.optimizers.known_optimizers import kind_of
+from accel_checkpoint.plan import Claim
 from accel_checkpoint.reading import Job, SavedState
 from accel_checkpoint.record import IMPORTED, warn_of_absent, warn_of_batches
 from accel_checkpoint.run_state import (
@@ -245,16 +246,15 @@ class _Restoring:
             other = f"{name.partition('/')[0]}/{entry.of}"
             tied = index.aliases.get(name, name) == index.aliases.get(other, other)
             return None if tied else f"is one tensor with {entry.of!r} here, and another one in the checkpoint"
-        kind = type(entry).__name__.lower()
-        if {record["kind"], kind} & {"opaque", "partial"} and record["kind"] != kind:
-            return f"is {kind} here, and {record['kind']} in the checkpoint"
+        claim = Claim.of(entry)
+        if {record["kind"], claim.kind} & {"opaque", "partial"} and record["kind"] != claim.kind:
+            return f"is {claim.kind} here, and {record['kind']} in the checkpoint"
         if isinstance(entry, Opaque):
             found = {part["part"]: part["signature"] for part in record["parts"]}.get(entry.part)
             return None if found == entry.signature else f"is {entry.signature} ({entry.part}) here, and {found} there"
-        shape, dtype = _form(entry)
-        if list(shape) != record["shape"] or dtype != index.dtype(index.aliases.get(name, name)):
-            there = f"{record['dtype']} {record['shape']}"
-            return f"is {str(dtype).removeprefix('torch.')} {list(shape)} here, and {there} in the checkpoint"
+        here = f"{claim.dtype.removeprefix('torch.')} {list(claim.shape)}"
+        if here != (there := f"{record['dtype']} {record['shape']}"):
+            return f"is {here} here, and {there} in the checkpoint"
         if any(map(_overlaps, memory_of(entry))):
             return "has several elements in one place of memory (expand()), which cannot be filled: give it its clone()"
         if any(map(is_deferred, memory_of(entry))) and not self._holds(name, entry):
@@ -422,12 +422,6 @@ _MEAN = (0, 0)  # A place in no world that has saved: whoever reads from there g
 def _is_whole(terms: Sequence[Elementwise | Partial] | None, parameter: torch.Tensor) -> bool:
     """Whether there is a place for a pending gradient: `.grad`, or memory for all of it."""
     return terms is None or any(part.shape == parameter.shape for term in terms[:1] for part in memory_of(term))
-
-
-def _form(entry: Elementwise | Any) -> tuple[tuple[int, ...], torch.dtype]:
-    if isinstance(entry, Elementwise):
-        return entry.shape, entry.dtype
-    return tuple(entry.data.shape), entry.data.dtype
 
 
 def _overlaps(tensor: torch.Tensor) -> bool:

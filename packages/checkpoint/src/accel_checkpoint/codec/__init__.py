@@ -40,7 +40,7 @@ def encode(value: Any, where: str) -> Encoded:
         return Encoded(encoder.value(value), encoder.tensors)
     except Unfit as error:
         asked = f"{where[:1].upper()}{where[1:]} was to be saved"
-        advice = error.advice or "Give a flatter structure of plain data."
+        advice = error.advice or "Give a flatter structure of plain data, without circles."
         raise CheckpointError(f"{asked}, but {encoder.trail} {error.found}. {advice}") from error.__cause__
 
 

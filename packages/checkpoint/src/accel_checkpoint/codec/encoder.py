@@ -33,7 +33,6 @@ class Encoder:
     def __init__(self) -> None:
         self.trail = Trail()
         self.tensors: dict[str, torch.Tensor] = {}
-        self._open: dict[int, int] = {}  # the depths of what is being encoded, by id
         self._names: dict[int, str] = {}  # of tensors, by id
         self._named: list[torch.Tensor] = []  # keeps the ids theirs
         self._taken = {"__metadata__": 1}  # how often a name was asked for; this one is the file format's own
@@ -52,22 +51,15 @@ class Encoder:
         return value if plain else self._nested(value, kind)
 
     def _nested(self, value: Any, kind: type) -> Any:
-        start = self._open.setdefault(id(value), len(self.trail.steps))
-        if start != len(self.trail.steps):
-            raise Unfit(f"is {self.trail.upto(start)} again, which thus contains itself", "Give one without circles.")
-        skeleton: Any
         if kind is list:
-            skeleton = [self._child(ITEM, index, item) for index, item in enumerate(value)]
-        elif kind is dict:
-            skeleton = self._dict(value)
-        elif isinstance(value, torch.Tensor):
-            skeleton = self._tensor(value)
-        elif kind not in SPECIALS and is_named_tuple(value):
-            skeleton = self._named_tuple(value, kind)
-        else:
-            skeleton = self._special(value, kind)
-        del self._open[id(value)]
-        return skeleton
+            return [self._child(ITEM, index, item) for index, item in enumerate(value)]
+        if kind is dict:
+            return self._dict(value)
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if kind not in SPECIALS and is_named_tuple(value):
+            return self._named_tuple(value, kind)
+        return self._special(value, kind)
 
     def _child(self, style: str, step: Any, value: Any) -> Any:
         self.trail.push(style, step)

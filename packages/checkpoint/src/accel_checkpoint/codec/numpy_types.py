@@ -51,25 +51,17 @@ def _split_array(array: Any) -> tuple[str, torch.Tensor]:
 def _join_array(name: str, data: torch.Tensor) -> Any:
     if name not in SHARED or data.dtype != find_dtype(name):
         raise ValueError(f"an array of {name!r:.40} is not kept as {data.dtype}")
-    _numpy()
     return data.detach().cpu().numpy()
 
 
 def _join_scalar(name: str, content: str) -> Any:
     if not _DTYPE.fullmatch(name):
         raise ValueError(f"{name!r:.40} is no dtype of numbers")
-    numpy, held = _numpy(), bytes.fromhex(content)
-    dtype = numpy.dtype(name)
+    numpy: Any = importlib.import_module("numpy")
+    held, dtype = bytes.fromhex(content), numpy.dtype(name)
     if len(held) != dtype.itemsize:
         raise ValueError(f"a scalar of {name} has {dtype.itemsize} bytes, and not {len(held)}")
     return numpy.ndarray((), dtype, held)[()]
-
-
-def _numpy() -> Any:
-    try:
-        return importlib.import_module("numpy")
-    except ImportError as error:
-        raise Unfit("is a value of NumPy's, which is not installed", "Type: pip install numpy") from error
 
 
 ARRAY = Special("numpy.ndarray", {"dtype": (str,), "data": (torch.Tensor,)}, _split_array, _join_array)

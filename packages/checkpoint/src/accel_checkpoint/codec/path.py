@@ -30,20 +30,17 @@ class Trail:
         """Adds an index, key or name to the path, in one of four styles; `Unfit` past `DEPTH`."""
         self.steps.append((style, step))
         if len(self.steps) > DEPTH:
-            raise Unfit(f"is nested deeper than {DEPTH} levels")
+            raise Unfit(f"is nested deeper than {DEPTH} levels, or contains itself")
 
     def pop(self) -> None:
         """Goes a step back."""
         self.steps.pop()
 
-    def upto(self, depth: int) -> str:
-        """The place that many steps deep, as `state['a'][3].b`."""
-        steps = (style.format(step if style in {FIELD, PART} else shown(step)) for style, step in self.steps[:depth])
+    def __str__(self) -> str:
+        """The place, as `state['a'][3].b`."""
+        steps = (style.format(step if style in {FIELD, PART} else shown(step)) for style, step in self.steps)
         text = f"state{''.join(steps)}"
         return text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]}…{text[-_SHOWN // 2 :]}"
-
-    def __str__(self) -> str:
-        return self.upto(len(self.steps))
 
     def name(self) -> str:
         """A name for what is there, of characters that any file format takes."""
@@ -60,7 +57,7 @@ def shown(value: Any) -> str:
     """The beginning of a value's `repr`, for messages; its type if `repr` fails."""
     try:
         return f"{value!r:.60}"
-    except Exception:  # noqa: BLE001  (it may be the user's; the message is about something else)
+    except Exception:  # noqa: BLE001  (it may be the user's, or an int of too many digits)
         return f"<{type_name(type(value))}>"
 
 

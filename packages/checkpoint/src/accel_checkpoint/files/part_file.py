@@ -99,10 +99,7 @@ class PartReader:
         self.path = path
         self.stored = stored
         self._local = threading.local()
-        try:
-            self._descriptor = open_file(path)
-        except FileNotFoundError:
-            raise CheckpointError(f"{path}: the checkpoint has this file, but it is not there. {_ANOTHER}") from None
+        self._descriptor = open_file(path)
         try:
             self._check()
         except BaseException:
@@ -115,12 +112,8 @@ class PartReader:
     def __exit__(self, *_: object) -> None:
         os.close(self._descriptor)
 
-    def read(self, key: str, out: torch.Tensor, cast: bool = False) -> None:
-        """Reads a whole tensor into `out`, of its shape, on any device; `cast`: of any dtype."""
-        self.read_box(key, Box.whole(self.stored.tensors[key].shape), out, cast)
-
     def tensor(self, key: str) -> torch.Tensor:
-        """A new CPU tensor. Raises as `read`."""
+        """A new CPU tensor. Raises as `read_box`."""
         stored = self.stored.tensors[key]
         if stored.nbytes > BLOCK:  # no memory is taken for what does not even begin as it should
             self._buffered(key, stored, 0)
@@ -128,12 +121,12 @@ class PartReader:
             # As bytes, for torch makes no empty tensors of some of the dtypes.
             data = torch.empty(stored.nbytes, dtype=torch.uint8)
             out = data.view(DTYPES[stored.dtype]).view(stored.shape)
-        self.read(key, out)
+        self.read_box(key, Box.whole(stored.shape), out)
         return out
 
     @torch.no_grad()
     def read_box(self, key: str, source: Box, out: torch.Tensor, cast: bool = False) -> None:
-        """Reads a tensor's region `source` into `out`, of shape `source.sizes`: only its blocks."""
+        """Reads a tensor's region, only its blocks, into `out` on any device; `cast`: of any dtype."""
         stored, out = self.stored.tensors[key], plain(key, out)
         fits = Box.whole(stored.shape).contains(source) and tuple(out.shape) == source.sizes
         if not fits or (out.dtype != DTYPES[stored.dtype] and not cast):
@@ -185,7 +178,13 @@ class PartReader:
 
     def _read_block(self, key: str, stored: StoredTensor, index: int, place: memoryview) -> None:
         """Fills `place`, as long as the block, and verifies it."""
-        found = self._hash(place, stored.offset + index * BLOCK)
+        hasher, offset = xxhash.xxh3_128(), stored.offset + index * BLOCK
+        for begin in range(0, len(place), READ):
+            part = place[begin : begin + READ]
+            if read_into(self._descriptor, part, offset + begin, self.path) != len(part):
+                raise CheckpointError(f"{self.path}: the file became shorter while it was read. {_ANOTHER}")
+            hasher.update(part)
+        found = hasher.hexdigest()
         if found != stored.hashes[index]:
             span = f"the bytes of {key!r} from {index * BLOCK} to {index * BLOCK + len(place) - 1}"
             raise self._damage(f"{span} have the hash {found}", stored.hashes[index])
@@ -201,15 +200,6 @@ class PartReader:
         header = hash_of(self._descriptor, self.stored.header_bytes, self.path)
         if header != self.stored.header_hash:
             raise self._damage(f"the header has the hash {header}", self.stored.header_hash)
-
-    def _hash(self, place: memoryview, offset: int) -> str:
-        hasher = xxhash.xxh3_128()
-        for begin in range(0, len(place), READ):
-            part = place[begin : begin + READ]
-            if read_into(self._descriptor, part, offset + begin, self.path) != len(part):
-                raise CheckpointError(f"{self.path}: the file became shorter while it was read. {_ANOTHER}")
-            hasher.update(part)
-        return hasher.hexdigest()
 
 
 _ANOTHER = "Load another checkpoint."

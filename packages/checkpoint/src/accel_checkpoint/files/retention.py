@@ -27,11 +27,6 @@ def numbers(root: Path) -> list[int]:
     return sorted(int(match[1]) for match, path in matches if match and path.is_dir())
 
 
-def complete(root: Path) -> list[int]:
-    """The numbers of those whose manifest has a valid seal, ascending; data are not checked."""
-    return [number for number in numbers(root) if is_complete(root / name(number))]
-
-
 def newest(root: Path) -> Path:
     """The complete checkpoint of the highest number; passes over unfinished, raises for damaged."""
     unfinished = []
@@ -75,11 +70,11 @@ def next_path(root: Path, iteration: int, seen: Collection[int] = ()) -> Path:
 def enforce(root: Path, limit: int, keep: Path) -> list[Path]:
     """Removes the lowest complete checkpoints until `limit` remain, and leftovers below `keep`.
 
-    Other contents of the folder stay. Returns what was removed; warns of what cannot be removed.
+    Complete is what has a manifest with a valid seal; data are not checked. Other contents of the folder stay. Returns what was removed; warns of what cannot be removed.
     """
     kept = _MANAGED.fullmatch(keep.name)
     assert kept is not None, keep
-    others = [number for number in complete(root) if number != int(kept[1])]
+    others = [number for number in numbers(root) if number != int(kept[1]) and is_complete(root / name(number))]
     surplus = others[: max(0, len(others) + 1 - limit)]
     removed = []
     for number in numbers(root):

@@ -270,10 +270,7 @@ def _device(device_map: Mapping[str, int | str | torch.device] | str | None) -> 
     if device_map is None:
         return None
     assert isinstance(device_map, Mapping), "words are served elsewhere"
-    try:
-        device = torch.device(device_map[""])
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f"device_map={device_map!r} names no device: {error}. Pass {{'': 'cpu'}}, say.") from error
+    device = torch.device(device_map[""])
     if device.type == "meta":
         raise ValueError(f"device_map={device_map!r} leaves no memory to read weights into. Pass another device.")
     return device

@@ -11,7 +11,6 @@ parts are removed. Tied weights are written once; other names are metadata, "ali
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
@@ -72,9 +71,6 @@ def write_weights(
     """Writes the weights on the main process. No collective; reads a gathering in `together`."""
     limit = parse_size(max_shard_size)
     folder, files = Path(directory), _SAFETENSORS if safe_serialization else _PICKLED
-    if folder.exists() and not folder.is_dir():
-        text = "save_model writes into a directory, but this is a file. Pass another path, or remove it"
-        raise NotADirectoryError(errno.ENOTDIR, text, str(folder))
     preferred = None if safe_serialization else _SAFETENSORS.entry(folder)
     if preferred is not None:
         raise ValueError(
@@ -249,7 +245,7 @@ def _free_names(folder: Path, files: _Files, names: list[str]) -> None:
     index = folder / files.index
     if not index.is_file():
         return
-    content = _read_index(index)
+    content = json.loads(index.read_bytes())
     taken = sorted({*content["weight_map"].values()} & {*names})
     previous = f"{files.stem}-previous"
     aside = {name: name.replace(files.stem, previous, 1) for name in taken if (folder / name).is_file()}
@@ -274,18 +270,6 @@ def _index(names: list[str], parts: list[_Part], holds_aliases: bool) -> dict[st
         if holds_aliases:
             weight_map.update(dict.fromkeys(part.aliases, name))
     return {"metadata": {"total_size": sum(part.nbytes for part in parts)}, "weight_map": weight_map}
-
-
-def _read_index(path: Path) -> dict[str, Any]:
-    try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        set(content["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{path} should be an index of weights, a JSON object with a weight_map, but it is not ({error!r}). "
-            f"Remove it, or use another directory."
-        ) from error
-    return content
 
 
 def _write_json(content: Any, file: BinaryIO) -> None:

@@ -156,11 +156,7 @@ def _stored_in_parts(index: Path, files: ExitStack) -> dict[str, Stored]:
     weight_map = _weight_map(index)
     stored: dict[str, Stored] = {}
     for part in sorted({*weight_map.values()}):
-        path = index.parent / part
-        if not path.is_file():
-            text = f"is named by {index.name}, but it is not there. Copy the whole directory, or save the weights again"
-            raise FileNotFoundError(errno.ENOENT, text, str(path))
-        held = _open(path, files)
+        held = _open(index.parent / part, files)
         absent = [name for name, of in weight_map.items() if of == part and name not in held]
         if absent:
             raise CheckpointError(
