@@ -310,7 +310,7 @@ def test_mistakes_are_errors_on_every_rank():
         assert "TypeError: " in found["no length, stream"]
         assert "state of a dataset with 9 samples; this loader's has 8 samples" in found["length"]
         assert "a run with seed 4, this run has seed 3" in found["seed"]
-        assert "neither may be negative" in found["negative"]
+        assert "none negative" in found["negative"]
         assert "TypeError: load_state_dict() was given a dict that is no state of a loader" in found["nonsense"]
         assert "Put the loop into `with accelerator.join_uneven_inputs([model])`" in found["join"]
         assert "Opaque" in found["opaque"]

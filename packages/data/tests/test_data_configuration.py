@@ -87,13 +87,11 @@ def test_uneven_ends_have_three_policies(policy):
 
 
 def test_an_unknown_policy_gets_the_nearest_one():
-    with pytest.raises(
-        ValueError, match=r"uneven='Padd'\) is no policy .*: expected one of 'pad', 'stop', 'join'.* 'pad' if"
-    ):
+    with pytest.raises(ValueError, match=r"uneven='Padd'\) is no policy .*: expected one of 'pad', 'stop', 'join'"):
         DataLoaderConfiguration(uneven="Padd")
     with pytest.raises(ValueError, match=r"uneven='drop'\) is no policy .* 'join'\.$"):
         DataLoaderConfiguration(uneven="drop")
-    with pytest.raises(TypeError, match=r"uneven=None\) is a NoneType: expected one of 'pad', 'stop', 'join'"):
+    with pytest.raises(ValueError, match=r"uneven=None\) is no policy"):
         DataLoaderConfiguration(uneven=None)
 
 

@@ -88,3 +88,15 @@ def test_iterable_sets_are_told_the_epoch_in_a_world_of_one():
     loader = prepare(DataLoader(dataset, batch_size=2))
     assert ids(loader) == ids(loader) == [[0, 1], [2, 3], [4]]
     assert dataset.told == (0, 1)
+
+
+def test_an_iterable_set_whose_running_workers_are_told_the_epoch_keeps_its_length():
+    class Sized(Stream):
+        def set_epoch(self, epoch):
+            pass
+
+        def __len__(self):
+            return 5
+
+    loader = prepare(DataLoader(Sized(), batch_size=2, num_workers=1, persistent_workers=True))
+    assert len(loader) == len(ids(loader)) == 3

@@ -10,11 +10,10 @@ import pickle
 import pytest
 import torch
 from torch.utils.data import ChainDataset, DataLoader, IterableDataset, get_worker_info
-from torch.utils.data.datapipes.iter import IterableWrapper
 
 from accel_core import Rows, Shard
 from accel_data.iterable import IterableDatasetShard
-from accel_data.worker_streams import CountedCollate, ShardedStream, WorkerStart, refuse_datapipe
+from accel_data.worker_streams import CountedCollate, ShardedStream, WorkerStart
 
 TABLE = """
 False False 12 2 014589 2367ab
@@ -357,9 +356,3 @@ def test_collate_functions_may_take_their_samples_apart():
         ([1], Rows(1, 1)),
         ([1], Rows(1, 0)),
     ]
-
-
-def test_a_datapipe_is_refused():
-    with pytest.raises(ValueError, match="torch shares out an IterDataPipe among ranks itself"):
-        refuse_datapipe(DataLoader(IterableWrapper(range(4))))
-    refuse_datapipe(DataLoader(Stream(4)))

@@ -255,7 +255,7 @@ def test_each_rank_ends_by_itself_only_where_the_strategy_joins():
 
 
 def test_a_datapipe_is_refused():
-    with pytest.raises(ValueError, match="over an IterDataPipe was to be shared out among ranks"):
+    with pytest.raises(ValueError, match="over an IterDataPipe, which torch shares out among ranks itself"):
         prepare(DataLoader(IterableWrapper(range(4)), batch_size=2))
 
 

@@ -16,6 +16,7 @@ from torch.utils.data import default_collate, default_convert
 
 from accel_core import Rows
 from accel_data.batch_rows import Samples, Unsplittable, concatenate, count_rows, holds_samples, slice_rows
+from accel_data.batches import with_last
 from accel_data.sample_count import CountingCollate
 from accel_data.shard_arithmetic import piece_of
 
@@ -91,18 +92,7 @@ class Sharing:
         What reading raises is raised behind the last step that was read before.
         """
         self._head = []
-        step: Step | None = None
-        try:
-            for following in self._grouped(read):
-                if step is not None:
-                    yield step, False
-                step = following
-        except Exception:
-            if step is not None:
-                yield step, False
-            raise
-        if step is not None:
-            yield step, True
+        return with_last(self._grouped(read))
 
     def fill_from(self, batches: Iterable[Batch]) -> None:
         """Has steps filled up from these batches, if there are any. They are read for the first such step."""

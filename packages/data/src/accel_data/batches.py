@@ -146,7 +146,7 @@ class BatchSamplerShard(Sampler[Indices]):
         """A step is `num_processes` batches."""
         count, index, size = self.num_processes, self.process_index, self.batch_size
         regular = size is not None  # until a batch of another size turns up before the end
-        for step, last in _with_last(_grouped(batches, count)):
+        for step, last in with_last(_grouped(batches, count)):
             read += sum(map(len, step))
             short = step[-1] if last else []
             regular = (
@@ -172,7 +172,7 @@ class BatchSamplerShard(Sampler[Indices]):
         size = self.batch_size
         assert size is not None
         part, index = size // self.num_processes, self.process_index
-        for batch, last in _with_last(batches):
+        for batch, last in with_last(batches):
             read += len(batch)
             piece = batch[index * part : (index + 1) * part]
             if len(batch) == size:
@@ -267,6 +267,7 @@ def _grouped(items: Iterable[T], count: int) -> Iterator[list[T]]:
         yield group
 
 
-def _with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
+def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
+    """Each item, and whether it is the last; what `items` raises is raised behind the last before it."""
     for item, following in looked_ahead(items, 1):
         yield item, not following

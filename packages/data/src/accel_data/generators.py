@@ -29,7 +29,8 @@ def between_epochs(given: list[torch.Generator], *, begun: bool = False) -> dict
 
     `begun`: nothing will be drawn from them before the order of the next epoch.
     """
-    return {"generators": _states_of(given, begun)} if given else {}
+    states = [generator.get_state() for generator in given]
+    return {"generators": {"begun": begun, "states": states}} if given else {}
 
 
 def check_between(given: list[torch.Generator], extras: Mapping[str, Any]) -> None:
@@ -70,13 +71,7 @@ def settle(
     saved = start.extras.get("generators")
     if saved is not None:
         _set_states(given, saved)
-    if given:
-        progress.extras = {**progress.extras, "generators": _states_of(given, begun=True)}
-
-
-def _states_of(generators: list[torch.Generator], begun: bool) -> dict[str, Any]:
-    """The states of generators, and whether the order of a begun epoch is drawn from them."""
-    return {"begun": begun, "states": [generator.get_state() for generator in generators]}
+    progress.extras = {**progress.extras, **between_epochs(given, begun=True)}
 
 
 def _set_states(generators: list[torch.Generator], saved: dict[str, Any]) -> None:

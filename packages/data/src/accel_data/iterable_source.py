@@ -172,7 +172,7 @@ class StreamSource:
         samples = length_of(self.dataset)
         if samples is None:
             return None
-        size = self.batch_size or 1
+        size = self.step // (self.owners or 1)
         steps = samples // size if self.drop_last else -(-samples // size)
         return max(steps - self.skipped, 0)
 

@@ -100,22 +100,21 @@ def extras_of(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _checked_form(state: object) -> dict[str, Any]:
-    if not isinstance(state, Mapping) or any(type(state.get(name)) is not int for name in _NUMBERS):
+    if not isinstance(state, Mapping) or not all(_is_number(state.get(name)) for name in _NUMBERS):
         raise TypeError(
             f"load_state_dict() was given a {type(state).__name__} that is no state of a loader: it needs whole numbers "
-            f"{', '.join(_NUMBERS)}. Pass what state_dict() of a prepared loader returned."
+            f"{', '.join(_NUMBERS)}, none negative. Pass what state_dict() of a prepared loader returned."
         )
     if state.get("version") != VERSION:
         raise ValueError(
             f"load_state_dict() was given a state of version {state.get('version')!r}; this accel-data reads version "
             f"{VERSION}. Install the accel-data that saved it, or a newer one."
         )
-    if state["epoch"] < 0 or state["samples"] < 0:
-        raise ValueError(
-            f"load_state_dict() was given epoch {state['epoch']} and {state['samples']} samples, and neither may be "
-            f"negative. Pass what state_dict() of a prepared loader returned."
-        )
     return dict(state)
+
+
+def _is_number(value: object) -> bool:
+    return type(value) is int and value >= 0
 
 
 def _samples(length: object) -> str:

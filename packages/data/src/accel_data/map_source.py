@@ -249,13 +249,13 @@ class LoneBatches:
 def _known_order(sampler: Any, key: int) -> Order | None:
     """The order of torch's own sequential and shuffling samplers; None for all others."""
     if type(sampler) is SequentialSampler:
-        return SequentialOrder(len(sampler))
+        return SequentialOrder()
     if type(sampler) is not RandomSampler or sampler.generator is not None:
         return None
     # torch's sampler draws its seed from the global stream when it is first asked; what is drawn later depends on that.
     torch.empty((), dtype=torch.int64).random_()
-    kind = DrawnOrder if sampler.replacement else ShuffledOrder
-    return kind(len(sampler.data_source), len(sampler), key)
+    size = len(sampler.data_source)
+    return DrawnOrder(size, key) if sampler.replacement else ShuffledOrder(size, len(sampler), key)
 
 
 def with_inner(sampler: Any, change: Callable[[Any], Any]) -> Any:

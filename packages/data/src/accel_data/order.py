@@ -36,11 +36,8 @@ class Order(Protocol):
         """Indices of the samples at `positions`: new, int64, 1-d."""
 
 
-@dataclass(frozen=True)
 class SequentialOrder:
     """0, 1, 2, …"""
-
-    length: int
 
     def at(self, positions: torch.Tensor) -> torch.Tensor:
         """The positions themselves."""
@@ -75,10 +72,9 @@ class ShuffledOrder:
 
 @dataclass(frozen=True)
 class DrawnOrder:
-    """`length` independent draws from `size` samples, with replacement."""
+    """Independent draws from `size` samples, with replacement."""
 
     size: int
-    length: int
     key: int
 
     def at(self, positions: torch.Tensor) -> torch.Tensor:

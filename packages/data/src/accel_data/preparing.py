@@ -16,7 +16,6 @@ from accel_data.dispatcher import DataLoaderDispatcher, dispatching
 from accel_data.loader import DataLoaderShard, reading_part
 from accel_data.request import Request, named, refuse_unserved
 from accel_data.sharded_stream import sharing_stream
-from accel_data.worker_streams import refuse_datapipe
 
 if TYPE_CHECKING:
     import torch
@@ -76,7 +75,6 @@ def prepare(loader: DataLoader[Any], request: Request) -> DataLoader[Any]:
     reading, sent = request.classes or (DataLoaderShard, DataLoaderDispatcher)
     if request.shard.count > 1:
         refuse_unserved("prepare()", loader, request.shard, request.options.presharded)
-        refuse_datapipe(loader)
         iterable = isinstance(loader.dataset, IterableDataset)
         dispatched = request.options.dispatch_batches
         if (iterable and not request.options.presharded) if dispatched is None else dispatched:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from torch.utils.data import DistributedSampler, IterableDataset
+from torch.utils.data import DistributedSampler, IterableDataset, IterDataPipe
 
 from accel_core import Feed, Shard, World
 from accel_core.api.component import agree_seed, as_rng_types, synchronize_random_states
@@ -109,6 +109,12 @@ def refuse_unserved(asked: str, loader: DataLoader[Any], shard: Shard, presharde
                 f"most samples never read. Use shuffle={getattr(sampler, 'shuffle', True)} instead of the sampler, or leave the "
                 f"loader out of prepare()."
             )
+    if isinstance(loader.dataset, IterDataPipe):
+        raise ValueError(
+            f"{asked} over an IterDataPipe, which torch shares out among ranks itself where it has workers and a sharding_filter, "
+            f"so samples would be lost. Pass an IterableDataset whose __iter__ does `yield from datapipe`, without a "
+            f"sharding_filter; or leave the loader out of prepare()."
+        )
     split = getattr(getattr(loader.dataset, "_distributed", None), "world_size", 1)
     if type(split) is int and split > 1 and not presharded:
         raise ValueError(

@@ -76,15 +76,6 @@ class SharedStreamSource(StreamSource):
         """Rows of a batch over all ranks; None if the dataset makes them."""
         return None if self.batch_size is None else self.step
 
-    def most_steps(self) -> int | None:
-        """Batches of an epoch, as far as the dataset has a length."""
-        samples = self.identity.length
-        if samples is None:
-            return None
-        step = self.stream.part if self.presharded else self.step
-        steps = samples // step if self.drop_last else -(-samples // step)
-        return max(steps - self.skipped, 0)
-
     def reading(self) -> str:
         """The way in which the ranks get their parts, in words."""
         if self.presharded:
@@ -140,24 +131,19 @@ class SharedStreamSource(StreamSource):
                 extras = {"ranks": self.shard.count} if self.presharded else {}
                 yield Fetched(fetched.batch, Rows(rows, 0), read, extras, positions), following
 
-    @property
-    def _streams(self) -> int:
-        """The number of streams, each with equally many samples before a position."""
-        return self.shard.count if self.presharded else 1
-
     def _from_the_beginning(
         self, fetched: Callable[[], Iterable[Any]], start: Start, stateful: Stateful | None
     ) -> Iterator[Fetched]:
         # Of a stream that all ranks see, the beginning is left out by whoever reads it; else its batches are, here.
         self.stream.begin(skip=0 if self.presharded else start.samples)
-        single = [start.samples // self._streams if self.presharded else 0]
+        single = [start.samples // (self.owners or 1) if self.presharded else 0]
         behind = start.extras.get("lanes", single) if start.samples else None
         return islice(self._delivered(fetched(), behind, stateful), start.skipped, None)
 
     def _from_a_state(
         self, fetched: Callable[[], Iterable[Any]], start: Start, stateful: Stateful
     ) -> Iterator[Fetched]:
-        self.stream.begin(read=start.samples // self._streams)
+        self.stream.begin(read=start.samples // (self.owners or 1))
         return islice(self._delivered(fetched(), None, stateful), start.skipped, None)
 
     def _delivered(
@@ -176,7 +162,7 @@ class SharedStreamSource(StreamSource):
             positions = self._positions(counted, lanes.read)
             if lanes.advance(counted.mark):
                 extras = {**constant, **lanes.extras(), **inside(stateful)}
-                yield Fetched(batch, counted.rows, lanes.read * self._streams, extras, positions)
+                yield Fetched(batch, counted.rows, lanes.read * (self.owners or 1), extras, positions)
 
     def _positions(self, counted: Counted, before: int) -> Positions | None:
         """The positions of a batch's samples after `before` others; None unless streams are one."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -19,37 +18,19 @@ import torch
 T = TypeVar("T")
 
 
-class PrivateStreams:
-    """Seeds the CPU's global streams in `with` blocks; each goes on where the last stopped."""
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self._states: dict[str, Any] | None = None
-
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        """The private streams stand in the place of the global ones."""
-        outer = _states()
-        if self._states is None:
-            _seed(self._seed)
-        else:
-            _restore(self._states)
-        try:
-            yield
-        finally:
-            self._states = _states()
-            _restore(outer)
-
-
 def drawn_apart(items: Iterator[T], seed: int) -> Iterator[T]:
-    """The items of an iterator that is asked under private streams with this seed."""
-    streams = PrivateStreams(seed)
+    """The items of an iterator that is asked under private streams of the CPU with this seed."""
+    private: dict[str, Any] | None = None
     while True:
-        with streams.installed():
-            try:
-                item = next(items)
-            except StopIteration:
-                return
+        outer = _states()
+        _seed(seed) if private is None else _restore(private)
+        try:
+            item = next(items)
+        except StopIteration:
+            return
+        finally:
+            private = _states()
+            _restore(outer)
         yield item
 
 

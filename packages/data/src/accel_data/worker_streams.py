@@ -23,7 +23,7 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.utils.data import IterableDataset, IterDataPipe, get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from accel_core import Rows
@@ -100,6 +100,9 @@ class ToldStream(StandIn):
         if get_worker_info() is not None and "epoch" in plan:
             tell_epoch(plan["epoch"], self.dataset)
         return iter(self.dataset)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
 
 
 def telling(loader: DataLoader[Any]) -> dict[str, Any]:
@@ -268,22 +271,6 @@ def watch(info: torch_worker.WorkerInfo, dataset: Any) -> WatchedInfo:
     torch_worker._worker_info = watched
     assert get_worker_info() is watched
     return watched
-
-
-def refuse_datapipe(loader: DataLoader[Any]) -> None:
-    """Raises `ValueError` for an `IterDataPipe`, in a world larger than one.
-
-    torch's `DataLoader` makes a process group when it iterates one, and its workers share it out
-    among the ranks.
-    """
-    dataset = loader.dataset
-    if isinstance(dataset, IterDataPipe):
-        raise ValueError(
-            "A loader over an IterDataPipe was to be shared out among ranks, but torch shares out an IterDataPipe "
-            "among ranks itself where it has workers and a sharding_filter, so samples would be lost. Pass a "
-            "torch.utils.data.IterableDataset whose __iter__ does `yield from datapipe`, without a sharding_filter; or leave "
-            "the loader out of prepare()."
-        )
 
 
 class _Plan:
