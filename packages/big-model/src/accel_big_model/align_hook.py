@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import nn
 
-from accel_big_model.hooks import ModelHook
+from accel_big_model.hooks import ModelHook, hooks_of
 from accel_big_model.module_tensors import (
     as_device,
     non_persistent_buffers,
@@ -21,7 +21,7 @@ from accel_big_model.module_tensors import (
 )
 from accel_big_model.offloaded_parameter import NO_COMPILING, OffloadedBuffer, OffloadedParameter, module_path
 from accel_big_model.tied_weights import TiedWeights
-from accel_core.api.component import map_tensors
+from accel_core.api.component import flatten, map_tensors
 
 if TYPE_CHECKING:
     from accel_big_model.prefetch import Prefetcher
@@ -360,21 +360,17 @@ def _refuse_gradient(parameter: torch.Tensor) -> None:
 
 def _device_of(given: Any) -> torch.device | None:
     """The device of the first tensor in nested containers; None if there is none."""
-    found: list[torch.device] = []
-
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        found.append(tensor.device)
-        return tensor
-
-    map_tensors(note, given)
-    return found[0] if found else None
+    return next((each.device for each in flatten(given)[0] if isinstance(each, torch.Tensor)), None)
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
     """Whether the module's hook brings its weights for each call and takes them away again."""
-    hook = getattr(module, "_hf_hook", None)
-    hooks = getattr(hook, "hooks", [hook])
-    return any(isinstance(each, AlignDevicesHook) and each.offload for each in hooks)
+    return _offloading(module) is not None
+
+
+def _offloading(module: nn.Module) -> AlignDevicesHook | None:
+    """The hook that brings the module's weights."""
+    return next((each for each in hooks_of(module) if isinstance(each, AlignDevicesHook) and each.offload), None)
 
 
 @contextmanager
@@ -393,12 +389,7 @@ def aligned(module: nn.Module, execution_device: DeviceLike | None, looks_for_wr
     """`align_module_device`. A block that only reads needs no copies by which writes through `.data` are found."""
     if execution_device is not None and as_device(execution_device).type == "meta":
         raise ValueError("align_module_device() was asked for 'meta', where weights have no values. Name a device.")
-    if has_offloaded_params(module):
-        hook: Any = next(
-            each
-            for each in getattr(module._hf_hook, "hooks", [module._hf_hook])
-            if isinstance(each, AlignDevicesHook) and each.offload
-        )
+    if (hook := _offloading(module)) is not None:
         before = hook.execution_device
         hook.execution_device = before if execution_device is None else as_device(execution_device)
         try:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from accel_big_model.align_hook import AlignDevicesHook, DeviceLike, Tied
-from accel_big_model.hooks import add_hook_to_module
-from accel_big_model.module_tensors import joined, named_module_tensors
+from accel_big_model.hooks import add_hook_to_module, hooks_of
+from accel_big_model.module_tensors import is_below, joined, named_module_tensors
 from accel_big_model.weights import PrefixedDataset
 
 if TYPE_CHECKING:
@@ -101,74 +102,80 @@ def attach_align_device_hook_on_blocks(
     else:
         devices = dict.fromkeys(offload if isinstance(offload, Mapping) else [module_name], execution_device)
     offloads = offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
-    aligned = partial(AlignDevicesHook, skip_keys=skip_keys, tied_params_map=tied_params_map)
-
-    seen = set[nn.Module]()
-
-    def attach(each: nn.Module, name: str) -> None:
-        if each in seen:  # under another name, which has the same place
-            return
-        seen.add(each)
-        if name in devices:
-            attach_block(each, name, devices[name], offloads.get(name, False))
-        elif not name:
-            add_hook_to_module(each, aligned(None, io_same_device=True), append=True)
-        if name not in devices:
-            attach_own(each, name)
-        for own, child in each.named_children():
-            inner = joined(name, own)
-            if any(block == inner or block.startswith(f"{inner}.") for block in devices):
-                attach(child, inner)
-
-    def attach_own(each: nn.Module, name: str) -> None:
-        """For a module whose weights have places of their own: some may be offloaded, others stay in theirs."""
-        placed = [tensor for tensor, _ in named_module_tensors(each) if joined(name, tensor) in devices]
-        own = [tensor for tensor in placed if offloads.get(joined(name, tensor), False)]
-        for device in dict.fromkeys(devices[joined(name, tensor)] for tensor in placed if tensor not in own):
-            kept = [tensor for tensor in placed if tensor not in own and devices[joined(name, tensor)] == device]
-            add_hook_to_module(each, aligned(device, names=kept), append=True)
-        if own:
-            hook = aligned(
-                devices[joined(name, own[0])],
-                offload=True,
-                weights_map=_below(name, weights_map),
-                offload_buffers=offload_buffers,
-                prefetcher=prefetcher,
-                names=own,
-            )
-            add_hook_to_module(each, hook, append=True)
-
-    def attach_block(block: nn.Module, name: str, device: Any, is_offloaded: bool) -> None:
-        if is_offloaded:
-            attach_align_device_hook(
-                block,
-                device,
-                True,
-                weights_map,
-                offload_buffers,
-                name,
-                skip_keys,
-                preload_module_classes,
-                tied_params_map,
-                prefetcher,
-            )
-        if not is_offloaded or not hasattr(block, "_hf_hook"):
-            hook = aligned(device, io_same_device=not name, place_submodules=not is_offloaded)
-            add_hook_to_module(block, hook)
-        elif not name:  # one more hook would look for the values of what the first has taken away
-            getattr(block._hf_hook, "hooks", [block._hf_hook])[-1].io_same_device = True
-        if device is not None:
-            attach_execution_device_hook(block, device, skip_keys, preload_module_classes, tied_params_map)
-
-    attach(module, module_name)
+    everywhere = {"skip_keys": skip_keys, "tied_params_map": tied_params_map}
+    offloading = {"weights_map": weights_map, "offload_buffers": offload_buffers, "prefetcher": prefetcher}
+    _Blocks(devices, offloads, preload_module_classes, everywhere, offloading).attach(module, module_name)
     if any(offloads.values()):
         look_for_empty(module)
 
 
+@dataclass(frozen=True)
+class _Blocks:
+    """Blocks by name, and the options of hooks: of all, and of those that bring weights."""
+
+    devices: Mapping[str, DeviceLike | None]
+    offloads: Mapping[str, bool]
+    preload: Sequence[str] | None
+    everywhere: Mapping[str, Any]
+    offloading: Mapping[str, Any]
+    seen: set[nn.Module] = field(default_factory=set)
+
+    def attach(self, module: nn.Module, name: str) -> None:
+        """Attaches hooks to a module if it is a block, to the blocks in it, and to the root."""
+        if module in self.seen:  # under another name, which has the same place
+            return
+        self.seen.add(module)
+        if name in self.devices:
+            self._attach_block(module, name, self.devices[name], self.offloads.get(name, False))
+        else:
+            if not name:
+                add_hook_to_module(module, AlignDevicesHook(io_same_device=True, **self.everywhere), append=True)
+            self._attach_to_tensors(module, name)
+        for own, child in module.named_children():
+            inner = joined(name, own)
+            if any(is_below(block, inner) for block in self.devices):
+                self.attach(child, inner)
+
+    def _attach_to_tensors(self, module: nn.Module, name: str) -> None:
+        """For a module whose weights have places of their own: some may be offloaded, others stay in theirs."""
+        groups: dict[tuple[bool, Any], list[str]] = defaultdict(list)
+        for own, _ in named_module_tensors(module):
+            if (full := joined(name, own)) in self.devices:
+                groups[self.offloads.get(full, False), self.devices[full]].append(own)
+        for (is_offloaded, device), names in sorted(groups.items(), key=lambda group: group[0][0]):
+            options = dict(self.everywhere)
+            if is_offloaded:
+                options |= {**self.offloading, "weights_map": _below(name, self.offloading["weights_map"])}
+            add_hook_to_module(
+                module, AlignDevicesHook(device, offload=is_offloaded, names=names, **options), append=True
+            )
+
+    def _attach_block(self, block: nn.Module, name: str, device: DeviceLike | None, is_offloaded: bool) -> None:
+        if is_offloaded:
+            attach_align_device_hook(
+                block,
+                device,
+                offload=True,
+                module_name=name,
+                preload_module_classes=self.preload,
+                **self.everywhere,
+                **self.offloading,
+            )
+        if not is_offloaded or not hooks_of(block):
+            hook = AlignDevicesHook(
+                device, io_same_device=not name, place_submodules=not is_offloaded, **self.everywhere
+            )
+            add_hook_to_module(block, hook)
+        elif not name:  # one more hook would look for the values of what the first has taken away
+            hooks_of(block)[-1].io_same_device = True
+        if device is not None:
+            attach_execution_device_hook(block, device, preload_module_classes=self.preload, **self.everywhere)
+
+
 def look_for_empty(model: nn.Module) -> None:
     """Has the hook of a model, if there is one, look for modules without values, before the model is called."""
-    if (hook := getattr(model, "_hf_hook", None)) is not None:
-        getattr(hook, "hooks", [hook])[-1].outermost = True
+    for hook in hooks_of(model)[-1:]:
+        hook.outermost = True
 
 
 def _below(name: str, weights: Mapping[str, torch.Tensor] | None) -> PrefixedDataset | None:

@@ -22,9 +22,17 @@ import torch
 from torch import nn
 
 from accel_big_model.memory import Place, check_place, get_max_memory
-from accel_big_model.module_tensors import find_tied_parameters, is_below, joined, non_persistent_buffers
+from accel_big_model.module_tensors import (
+    as_device,
+    find_tied_parameters,
+    is_below,
+    joined,
+    module_names,
+    non_persistent_buffers,
+)
 from accel_big_model.shortage import OFFLOADED, Room, check_layers, in_words, left_on_disk
 from accel_big_model.sizes import compute_module_sizes, get_max_layer_size, is_layer
+from accel_core.api.component import listed
 
 Part: TypeAlias = tuple[str, nn.Module | torch.Tensor]
 
@@ -71,7 +79,7 @@ def infer_auto_device_map(
         places=places,
         sizes=sizes,
         no_split=no_split,
-        tied=[names for names in find_tied_parameters(model) if len(names) > 1],
+        tied=find_tied_parameters(model),
         level=logging.INFO if verbose else logging.DEBUG,
         fallback=fallback_allocation,
     )
@@ -122,13 +130,10 @@ class _Planner:
                 assert room is not None, "what has no limit takes everything"
                 self._refuse(name, size, room)
                 waiting = [part, *waiting]
-                found = self._fallback(place, current, waiting)
-                if found is None:
-                    current += 1
-                else:
+                if (found := self._fallback(place, current, waiting)) is not None:
                     self._put([found], place, self.sizes.get(found[0], 0))
                     waiting = [each for each in self._divided_around(waiting, found[0]) if each[0] != found[0]]
-                    current += 1
+                current += 1
 
     def _room(self, place: Place, waiting: Sequence[Part]) -> Room | None:
         """What is left of a place; None: there is no limit."""
@@ -184,7 +189,7 @@ class _Planner:
         level = list(waiting)
         while level:
             for part in level:
-                if 0 < self._size_of(part, beside := self._tied_to(part[0], waiting)) <= room.free and not beside:
+                if 0 < self.sizes.get(part[0], 0) <= room.free and not self._tied_to(part[0], waiting):
                     return part
             level = [child for part in level if not self._is_layer(part) for child in _children(*part)]  # type: ignore[arg-type]
         return None
@@ -246,11 +251,10 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Place | torch.de
     unsaved = set(non_persistent_buffers(model))
     if left_out := [name for name in unplaced(model, device_map) if name not in unsaved]:
         raise ValueError(
-            f"device_map gives no place to {', '.join(left_out[:5])}{', …' if len(left_out) > 5 else ''}. Add them, or the modules that they "
-            f"are in; '' is the place of all that has no other."
+            f"device_map gives no place to {listed(left_out)}. Add them, or the modules that they are in; '' is the place of all that has "
+            f"no other."
         )
-    for names in _modules_of_several_names(model):
-        module = model.get_submodule(names[0])
+    for module, names in [each for each in module_names(model).items() if len(each[1]) > 1]:
         for own, _ in [*module.named_parameters(), *module.named_buffers()]:
             if len({place_of(joined(name, own), device_map) for name in names}) > 1:
                 raise ValueError(
@@ -266,13 +270,6 @@ def _tensor_names(model: nn.Module) -> list[str]:
 def unplaced(model: nn.Module, device_map: Mapping[str, Place | torch.device]) -> list[str]:
     """The names of tensors for which a map has no place: of a checked one, buffers that are not saved."""
     return [name for name in _tensor_names(model) if not any(is_below(name, module) for module in device_map)]
-
-
-def _modules_of_several_names(model: nn.Module) -> list[list[str]]:
-    names: dict[nn.Module, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        names.setdefault(module, []).append(name)
-    return [found for found in names.values() if len(found) > 1]
 
 
 def without_nesting(model: nn.Module, device_map: Mapping[str, Place]) -> Mapping[str, Place]:
@@ -308,6 +305,16 @@ def place_of(name: str, device_map: Mapping[str, Place | torch.device]) -> Place
     return device_map[name] if name in device_map else main_place(device_map)
 
 
+def as_places(device_map: Mapping[str, Place | torch.device]) -> dict[str, Place]:
+    """The same map with devices by their names."""
+    return {name: place if isinstance(place, (int, str)) else str(place) for name, place in device_map.items()}
+
+
 def main_place(device_map: Mapping[str, Any]) -> Any:
     """Where offloaded weights compute: the first accelerator of a map, else the CPU."""
     return next((place for place in device_map.values() if place not in OFFLOADED), "cpu")
+
+
+def offloaded_places(main: Place | torch.device) -> tuple[Place, ...]:
+    """The places from which weights are brought to `main`, where they compute."""
+    return ("disk",) if as_device(main).type == "cpu" else OFFLOADED

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import ChainMap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 
@@ -17,13 +18,22 @@ from accel_big_model.attachment import (
     attach_align_device_hook_on_blocks,
     look_for_empty,
 )
-from accel_big_model.device_map import check_device_map, main_place, place_of, unplaced, without_nesting
+from accel_big_model.device_map import (
+    as_places,
+    check_device_map,
+    main_place,
+    offloaded_places,
+    place_of,
+    unplaced,
+    without_nesting,
+)
 from accel_big_model.hooks import add_hook_to_module
 from accel_big_model.model_hooks import CpuOffload, UserCpuOffloadHook
 from accel_big_model.module_tensors import as_device, find_tied_parameters, retie_parameters, same_bits, tensors_of
 from accel_big_model.prefetch import Prefetcher
 from accel_big_model.tied_weights import TiedWeights
 from accel_big_model.weights import INDEX, OffloadedWeightsLoader, offload_state_dict
+from accel_core.api.component import listed
 
 if TYPE_CHECKING:
     from accel_big_model.memory import Place
@@ -67,9 +77,9 @@ def dispatch_model(
     """
     check_device_map(model, device_map)
     refuse_dispatched(model)
-    places = {name: place if isinstance(place, (int, str)) else str(place) for name, place in device_map.items()}
-    store = _Store(model, places, state_dict, offload_dir, offload_index)
-    return spread(model, places, main_device, store, offload_buffers, skip_keys, preload_module_classes, force_hooks)
+    places = as_places(device_map)
+    stored = partial(_stored, model, places, state_dict, offload_dir, offload_index)
+    return spread(model, places, main_device, stored, offload_buffers, skip_keys, preload_module_classes, force_hooks)
 
 
 def refuse_dispatched(model: nn.Module) -> None:
@@ -81,46 +91,35 @@ def refuse_dispatched(model: nn.Module) -> None:
         )
 
 
-class _Store:
-    """The weights of a dispatched model, made when it is known which of them are offloaded."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        places: Mapping[str, Place],
-        state_dict: Mapping[str, torch.Tensor] | None,
-        folder: str | os.PathLike[str] | None,
-        index: Mapping[str, Mapping[str, Any]] | None,
-    ) -> None:
-        self._model, self._places = model, places
-        self._state_dict, self._folder, self._index = state_dict, folder, index
-
-    def weights(self, offloaded: Sequence[Place]) -> Mapping[str, torch.Tensor]:
-        """The weights of offloaded places. Writes those on "disk" to a folder without an index."""
-        own = tensors_of(self._model) if self._state_dict is None else self._state_dict
-        by_place: dict[Place, dict[str, torch.Tensor]] = {"cpu": {}, "disk": {}}
-        for name, value in own.items():
-            if (place := place_of(name, self._places)) in by_place and place in offloaded:
-                by_place[place][name] = value
-        on_disk = {name: value for name, value in by_place["disk"].items() if name not in (self._index or {})}
-        if on_disk and self._folder is None:
-            raise ValueError(
-                f"device_map has {', '.join(sorted(on_disk)[:3])}{', …' if len(on_disk) > 3 else ''} on 'disk', and nothing says "
-                f"where there. Pass offload_dir=, or load_checkpoint_and_dispatch(), which reads the files of the weights."
-            )
-        anew = bool(on_disk) and self._folder is not None and not (Path(self._folder) / INDEX).is_file()
-        if anew and self._folder is not None:
-            empty = [name for name, value in on_disk.items() if value.device.type == "meta"]
-            if empty:
-                raise ValueError(
-                    f"{empty[0]} is to be written to {self._folder}, and has no value. Load the weights first."
-                )
-            offload_state_dict(self._folder, on_disk)
-        folder = self._folder if by_place["disk"] else None
-        in_memory = {name: value.detach().to("cpu") for name, value in by_place["cpu"].items()}
-        store = _joined(in_memory, folder, self._index)
-        _check_folder(self._model, by_place["disk"], store, {} if anew else on_disk)
-        return store
+def _stored(
+    model: nn.Module,
+    places: Mapping[str, Place],
+    state_dict: Mapping[str, torch.Tensor] | None,
+    folder: str | os.PathLike[str] | None,
+    index: Mapping[str, Mapping[str, Any]] | None,
+    offloaded: Sequence[Place],
+) -> Mapping[str, torch.Tensor]:
+    """The weights of offloaded places. Writes those on "disk" to a folder without an index."""
+    by_place: dict[Place, dict[str, torch.Tensor]] = {"cpu": {}, "disk": {}}
+    for name, value in (tensors_of(model) if state_dict is None else state_dict).items():
+        if (place := place_of(name, places)) in by_place and place in offloaded:
+            by_place[place][name] = value
+    on_disk = {name: value for name, value in by_place["disk"].items() if name not in (index or {})}
+    if on_disk and folder is None:
+        raise ValueError(
+            f"device_map has {listed(sorted(on_disk))} on 'disk', and nothing says where there. Pass offload_dir=, or "
+            f"load_checkpoint_and_dispatch(), which reads the files of the weights."
+        )
+    found = on_disk
+    if on_disk and folder is not None and not (Path(folder) / INDEX).is_file():
+        if empty := [name for name, value in on_disk.items() if value.is_meta]:
+            raise ValueError(f"{empty[0]} is to be written to {folder}, and has no value. Load the weights first.")
+        offload_state_dict(folder, on_disk)
+        found = {}
+    in_memory = {name: value.detach().to("cpu") for name, value in by_place["cpu"].items()}
+    store = _joined(in_memory, folder if by_place["disk"] else None, index)
+    _check_folder(model, by_place["disk"], store, found)
+    return store
 
 
 def _check_folder(
@@ -133,11 +132,10 @@ def _check_folder(
     tied = {name: names for names in find_tied_parameters(model) for name in names}
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     where, known = store.save_folder or "offload_index=", {*store.all_keys}
-    absent = [name for name in wanted if name in parameters and known.isdisjoint(tied.get(name, [name]))]
-    if absent:
+    if absent := [name for name in wanted if name in parameters and known.isdisjoint(tied.get(name, [name]))]:
         raise ValueError(
-            f"{where} lacks {', '.join(absent[:5])}{', …' if len(absent) > 5 else ''}, which {type(model).__name__} has on 'disk': it was "
-            f"written for another model or map. Pass an empty folder."
+            f"{where} lacks {listed(absent)}, which {type(model).__name__} has on 'disk': it was written for another model or map. Pass an "
+            f"empty folder."
         )
     for name, tensor in wanted.items():
         shape = tuple(store.index.get(name, {}).get("shape", tensor.shape))
@@ -169,13 +167,13 @@ def spread(
     model: M,
     places: Mapping[str, Place],
     main_device: DeviceLike | None,
-    store: _Store | Mapping[str, torch.Tensor],
+    stored: Callable[[Sequence[Place]], Mapping[str, torch.Tensor]],
     offload_buffers: bool,
     skip_keys: str | Sequence[str] | None,
     preload_module_classes: Sequence[str] | None,
     force_hooks: bool,
 ) -> M:
-    """Attaches the hooks by which a model runs in its places; `store` has what is offloaded."""
+    """Attaches the hooks by which a model runs in its places; `stored` gives the weights of those that are offloaded."""
     distinct = set(places.values())
     if len(distinct) == 1 and distinct != {"disk"} and not force_hooks:
         if empty := next((name for name, parameter in model.named_parameters() if parameter.is_meta), None):
@@ -183,18 +181,14 @@ def spread(
                 f"{empty} has no value. Fill the model: load_checkpoint_and_dispatch(model, files, device_map)."
             )
         model.to(as_device(distinct.pop()))
-        setattr(model, "hf_device_map", dict(places))  # noqa: B010  (a plain attribute, not a module or tensor)
+        note_places(model, places)
         return model
     if main_device is None:
         main_device = main_place(places)
-    offloaded: list[Place] = ["disk"] if as_device(main_device).type == "cpu" else ["cpu", "disk"]
-    weights = store.weights(offloaded) if isinstance(store, _Store) else _kept(model, places, offloaded, store)
+    offloaded = offloaded_places(main_device)
+    weights = stored(offloaded)
     tied = find_tied_parameters(model)
-    kept: dict[int, dict[torch.device, torch.Tensor]] = {}
-    for names in tied:  # a tied weight in memory is moved to each device once
-        tensor = model.get_parameter(names[0])
-        if tensor.device.type != "meta" and tensor.numel():
-            kept[tensor.data_ptr()] = {}
+    first = [model.get_parameter(names[0]) for names in tied]  # which is moved to each device once
     shared = TiedWeights(tied)
     shared.keep_resident(model, lambda name: place_of(name, places) in offloaded)
     blocks = {**without_nesting(model, places), **dict.fromkeys(unplaced(model, places), main_device)}
@@ -206,18 +200,23 @@ def spread(
         offload_buffers=offload_buffers,
         skip_keys=skip_keys,
         preload_module_classes=preload_module_classes,
-        tied_params_map=kept,
+        tied_params_map={each.data_ptr(): {} for each in first if not each.is_meta and each.numel()},
         prefetcher=Prefetcher(shared),
     )
     if not any(place in offloaded for place in distinct):
         retie_parameters(model, tied)
-    setattr(model, "hf_device_map", dict(places))  # noqa: B010  (a plain attribute, not a module or tensor)
-    model.to = _Refusal(type(model).__name__)  # type: ignore[method-assign]
+    note_places(model, places)
+    model.to = partial(_refuse_to_move, type(model).__name__)  # type: ignore[method-assign]
     return model
 
 
-def _kept(
-    model: nn.Module, places: Mapping[str, Place], offloaded: Sequence[Place], store: Mapping[str, torch.Tensor]
+def note_places(model: nn.Module, places: Mapping[str, Place]) -> None:
+    """Notes on a model where it is, for libraries that ask."""
+    setattr(model, "hf_device_map", dict(places))  # noqa: B010  (a plain attribute, not a module or tensor)
+
+
+def beside_memory(
+    model: nn.Module, places: Mapping[str, Place], store: Mapping[str, torch.Tensor], offloaded: Sequence[Place]
 ) -> Mapping[str, torch.Tensor]:
     """The store, behind what is offloaded to main memory: that is there, and not read again."""
     if "cpu" not in offloaded:
@@ -227,18 +226,12 @@ def _kept(
     return ChainMap(in_memory, cast("dict[str, torch.Tensor]", store))
 
 
-class _Refusal:
+def _refuse_to_move(model: str, *args: object, **kwargs: object) -> NoReturn:  # noqa: ARG001  (whatever `to` is given)
     """Stands in for `to` of a model that is spread over places."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __call__(self, *args: object, **kwargs: object) -> NoReturn:  # noqa: ARG002  (whatever `to` is given)
-        """Raises."""
-        raise RuntimeError(
-            f"to() was called on a {self.name} that is spread over several places: it stays where hf_device_map says. "
-            f"Build the model anew, and load or dispatch that by another device_map."
-        )
+    raise RuntimeError(
+        f"to() was called on a {model} that is spread over several places: it stays where hf_device_map says. Build the model anew, and "
+        f"load or dispatch that by another device_map."
+    )
 
 
 def cpu_offload(

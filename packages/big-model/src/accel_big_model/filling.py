@@ -14,6 +14,7 @@ import accel_checkpoint
 from accel_big_model.loading import FittingWeights, fill, floating_dtype, planned, wanted_by
 from accel_big_model.module_tensors import find_tied_parameters, retie_parameters
 from accel_big_model.weights import StoredWeights
+from accel_core.api.component import listed
 
 if TYPE_CHECKING:
     from accel_big_model.memory import Place
@@ -66,8 +67,8 @@ def load_checkpoint_in_model(
     if "disk" in places.values() and offload_folder is None:
         names = [name or type(model).__name__ for name, place in places.items() if place == "disk"]
         raise ValueError(
-            f"device_map has {', '.join(names[:3])}{', …' if len(names) > 3 else ''} on 'disk', and nothing says where there. Pass "
-            f"offload_folder=, or call load_checkpoint_and_dispatch(), which leaves weights in their files."
+            f"device_map has {listed(names)} on 'disk', and nothing says where there. Pass offload_folder=, or call "
+            f"load_checkpoint_and_dispatch(), which leaves weights in their files."
         )
     tied = find_tied_parameters(model)
     wanted = _kept_wide(model, wanted_by(model, chosen), keep_in_fp32_modules)

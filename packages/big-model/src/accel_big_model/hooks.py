@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -89,6 +89,12 @@ class SequentialHook(ModelHook):
         for hook in self.hooks:
             module = hook.detach_hook(module)
         return module
+
+
+def hooks_of(module: nn.Module) -> Sequence[Any]:
+    """The hooks that a module has, in their order."""
+    hook = getattr(module, "_hf_hook", None)
+    return () if hook is None else getattr(hook, "hooks", (hook,))
 
 
 def add_hook_to_module(module: M, hook: ModelHook, append: bool = False) -> M:

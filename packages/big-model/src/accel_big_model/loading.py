@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from accel_big_model.device_map import check_device_map, infer_auto_device_map, place_of
-from accel_big_model.dispatch import refuse_dispatched, spread
+from accel_big_model.device_map import as_places, check_device_map, infer_auto_device_map, place_of
+from accel_big_model.dispatch import beside_memory, refuse_dispatched, spread
 from accel_big_model.memory import Place, get_balanced_memory
 from accel_big_model.module_tensors import (
     as_device,
@@ -31,6 +32,7 @@ from accel_big_model.weights import (
     save_offload_index,
 )
 from accel_core import CheckpointError
+from accel_core.api.component import listed
 
 M = TypeVar("M", bound=nn.Module)
 _NAMED = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -81,7 +83,8 @@ def load_checkpoint_and_dispatch(
     store: Mapping[str, torch.Tensor] = weights
     if offload_folder is not None and (Path(offload_folder) / INDEX).is_file():
         store = OffloadedWeightsLoader(save_folder=offload_folder)
-    return spread(model, places, None, store, offload_buffers, skip_keys, preload_module_classes, force_hooks)
+    offloaded = partial(beside_memory, model, places, store)
+    return spread(model, places, None, offloaded, offload_buffers, skip_keys, preload_module_classes, force_hooks)
 
 
 def fill(
@@ -106,9 +109,8 @@ def fill(
         place = place_of(name, places)
         if place == "disk" and name in stays:
             place = "cpu"  # from where dispatching brings it to where it is used
-        if (
-            place == "disk" and folder is not None and index.keys().isdisjoint(tied.get(name, ()))
-        ):  # once, if it is tied
+        is_written = not index.keys().isdisjoint(tied.get(name, ()))
+        if place == "disk" and folder is not None and not is_written:
             offload_weight(weights[name], name, folder, index)
         value = None if place == "disk" else weights[name]
         set_module_tensor_to_device(model, name, as_device(place), value=value, dtype=weights.wanted[name].dtype)
@@ -125,8 +127,8 @@ def _refuse_without_value(
     on_disk = [name for name in weights.wanted if name not in stays and place_of(name, places) == "disk"]
     if absent := [name for name in on_disk if name not in weights]:
         raise ValueError(
-            f"{', '.join(absent[:5])}{', …' if len(absent) > 5 else ''} of {type(model).__name__} would be read from 'disk', and the files have no "
-            f"value that fits. Give it another place in the device map, where it keeps its own value."
+            f"{listed(absent)} of {type(model).__name__} would be read from 'disk', and the files have no value that fits. Give it another "
+            f"place in the device map, where it keeps its own value."
         )
 
 
@@ -153,8 +155,7 @@ def planned(
         device_map = infer_auto_device_map(
             model, max_memory, no_split_module_classes, dtype, special_dtypes, offload_buffers=offload_buffers
         )
-    given = {"": "cpu"} if device_map is None else device_map
-    places = {name: place if isinstance(place, (int, str)) else str(place) for name, place in given.items()}
+    places = as_places({"": "cpu"} if device_map is None else device_map)
     check_device_map(model, places)
     return places
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from accel_big_model.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
-from accel_big_model.module_tensors import as_device
+from accel_big_model.module_tensors import as_device, joined
 from accel_core.api.component import map_tensors
 
 if TYPE_CHECKING:
@@ -44,8 +44,8 @@ class CpuOffload(ModelHook):
             if parameter is not None and parameter.device.type != "cpu":
                 self.prev_module_hook.offload()
         module.to(self.execution_device)
-        device = self.execution_device
-        return map_tensors(lambda tensor: tensor.to(device), args), map_tensors(lambda t: t.to(device), kwargs)
+        args, kwargs = map_tensors(lambda tensor: tensor.to(self.execution_device), (args, kwargs))
+        return args, kwargs
 
 
 class UserCpuOffloadHook:
@@ -115,7 +115,7 @@ def attach_layerwise_casting_hooks(
             add_hook_to_module(each, LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking), append=True)
             return
         for own, child in each.named_children():
-            walk(child, f"{name}.{own}" if name else own)
+            walk(child, joined(name, own))
 
     walk(module, "")
 

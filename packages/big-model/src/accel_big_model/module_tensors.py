@@ -52,6 +52,14 @@ def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     return model.get_submodule(path) if path else model, own
 
 
+def module_names(model: nn.Module) -> dict[nn.Module, list[str]]:
+    """Each module with all of its names."""
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(name)
+    return names
+
+
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """The tensors of its state dict, which may have other things by `get_extra_state`."""
     return {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}

@@ -15,16 +15,8 @@ from accel_big_model.weights import PrefixedDataset
 _METADATA = {
     *("__get__", "__set__", "__repr__", "__format__", "__len__", "__hash__", "__deepcopy__", "__reduce_ex__", "dim"),
     *("ndimension", "numel", "nelement", "size", "stride", "storage_offset", "element_size", "is_floating_point"),
-    *(
-        "is_complex",
-        "is_contiguous",
-        "is_signed",
-        "data_ptr",
-        "get_device",
-        "detach",
-        "requires_grad_",
-        "untyped_storage",
-    ),
+    *("is_complex", "is_contiguous", "is_signed", "data_ptr", "get_device", "detach", "requires_grad_"),
+    "untyped_storage",
 }
 
 _MOVES = {"to", "cpu", "cuda", "half", "float", "double", "bfloat16"}

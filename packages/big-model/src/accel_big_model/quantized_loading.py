@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import nn
 
-from accel_big_model.device_map import main_place, place_of
-from accel_big_model.dispatch import spread
+from accel_big_model.device_map import main_place, offloaded_places, place_of
+from accel_big_model.dispatch import beside_memory, note_places, spread
 from accel_big_model.loading import FittingWeights, planned, wanted_by
 from accel_big_model.model_hooks import default_device
 from accel_big_model.module_tensors import (
@@ -25,6 +26,7 @@ from accel_big_model.module_tensors import (
 from accel_big_model.quantized_weights import QuantizedWeights, without_weight
 from accel_big_model.quantizers import quantizer_of
 from accel_big_model.weights import StoredWeights
+from accel_core.api.component import listed
 
 if TYPE_CHECKING:
     from accel_big_model.memory import Place
@@ -71,47 +73,51 @@ def load_and_quantize_model(
     if weights_location is None and any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError(f"{type(model).__name__} is on the meta device and has no weights: pass weights_location=.")
     places = _places(model, quantizer, chosen, device_map, no_split_module_classes, max_memory)
-    away = _offloaded(places)
+    away = {*places.values()}.intersection(offloaded_places(main_place(places)))
     if away and weights_location is None:
         raise ValueError(
             "A model that has its weights is quantised where it computes: pass weights_location=, or another device_map."
         )
-    lost = [name for name in chosen if place_of(f"{name}.weight", places) in away]
-    written = [name for name in lost if place_of(f"{name}.weight", places) == "disk"]
-    if offload_folder is None:
-        written = []
-    elif not quantizer.offloads:
-        raise ValueError(
-            "offload_folder= was given, and layers of bitsandbytes keep the weights that they have used, so that quantised ones cannot be "
-            "offloaded. Leave it out: what a map by name offloads is not quantised, and read from its files. Or use torchao."
-        )
-    elif not written:
-        raise ValueError("offload_folder= was given, and the map has no layer to quantise on 'disk': leave it out.")
-    lost = [name for name in lost if name not in written]
-    if lost and isinstance(device_map, str):
-        raise ValueError(
-            f"device_map={device_map!r} would offload {', '.join(lost[:3])}{', …' if len(lost) > 3 else ''}, and quantised weights stay where "
-            f"they compute. Give max_memory= larger limits, or, with torchao, an offload_folder=; or pass a map by name: what it offloads is not "
-            f"quantised."
-        )
+    left = _left_wide(quantizer, chosen, places, away, device_map, offload_folder)
     tied, wanted = find_tied_parameters(model), _wanted(model, quantizer)
     weights = None if weights_location is None else FittingWeights(StoredWeights(weights_location), wanted, tied)
     if weights is not None:
         weights.check(type(model).__name__, strict=True)
     store = None if offload_folder is None else QuantizedWeights(weights or {}, offload_folder)
-    _fill(model, weights, wanted, places, {*chosen} - {*lost}, quantizer, store)
+    _fill(model, weights, wanted, places, {*chosen} - left, quantizer, store)
     retie_parameters(model, [names for names in tied if not {name.rpartition(".")[0] for name in names} & {*chosen}])
     quantizer.mark(model)
     if len({*places.values()}) > 1 or away:
-        return spread(model, places, None, weights or {} if store is None else store, False, None, None, False)
-    setattr(model, "hf_device_map", places)  # noqa: B010  (a plain attribute, not a module or tensor)
+        offloaded = partial(beside_memory, model, places, weights or {} if store is None else store)
+        return spread(model, places, None, offloaded, False, None, None, False)
+    note_places(model, places)
     return model
 
 
-def _offloaded(places: Mapping[str, Place]) -> set[Place]:
-    """The places in a map from which weights are brought to where they compute."""
-    kept = ("disk",) if as_device(main_place(places)).type == "cpu" else ("cpu", "disk")
-    return {place for place in places.values() if place in kept}
+def _left_wide(
+    quantizer: Quantizer,
+    chosen: Sequence[str],
+    places: Mapping[str, Place],
+    away: Collection[Place],
+    device_map: object,
+    folder: str | os.PathLike[str] | None,
+) -> set[str]:
+    """The layers that are not quantised because they are offloaded, but for those that a folder takes."""
+    offloaded = {name: place for name in chosen if (place := place_of(f"{name}.weight", places)) in away}
+    if folder is not None and not quantizer.offloads:
+        raise ValueError(
+            "offload_folder= was given, and layers of bitsandbytes keep the weights that they have used, so that quantised ones cannot be "
+            "offloaded. Leave it out: what a map by name offloads is not quantised, and read from its files. Or use torchao."
+        )
+    if folder is not None and "disk" not in offloaded.values():
+        raise ValueError("offload_folder= was given, and the map has no layer to quantise on 'disk': leave it out.")
+    left = [name for name, place in offloaded.items() if folder is None or place != "disk"]
+    if left and isinstance(device_map, str):
+        raise ValueError(
+            f"device_map={device_map!r} would offload {listed(left)}, and quantised weights stay where they compute. Give max_memory= larger "
+            f"limits, or, with torchao, an offload_folder=; or pass a map by name: what it offloads is not quantised."
+        )
+    return {*left}
 
 
 def _chosen(model: nn.Module, quantizer: Quantizer, skip: Sequence[str] | None) -> list[str]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import nn
 
 from accel_big_model.sizes import get_max_layer_size
+from accel_core.api.component import listed
 
 if TYPE_CHECKING:
     import torch
@@ -61,7 +62,7 @@ def left_on_disk(placed: Mapping[str, Place], sizes: Mapping[str, int], refused:
     total = sum(sizes.get(name, 0) for name in names)
     reasons = "".join(f"\n  {reason}." for reason in refused if reason.startswith(f"{names[0]} ("))
     return (
-        f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''} ({in_words(total)}) will be read from disk for each call.{reasons}\n"
+        f"{listed(names)} ({in_words(total)}) will be read from disk for each call.{reasons}\n"
         f"Give max_memory= larger limits, or load the weights in a smaller dtype=."
     )
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from accel_big_model.align_hook import aligned, has_offloaded_params
-from accel_big_model.module_tensors import find_tied_parameters, joined
+from accel_big_model.module_tensors import find_tied_parameters, joined, module_names
 
 
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -18,10 +18,7 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, torch.Tensor]:
     """
     state: dict[str, torch.Tensor] = dict(model.state_dict())
     live = {value.data_ptr(): value for value in state.values() if value.numel() and not value.is_meta}
-    paths: dict[nn.Module, list[str]] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        paths.setdefault(module, []).append(path)
-    for module, names in paths.items():
+    for module, names in module_names(model).items():
         if has_offloaded_params(module):
             with aligned(module, "cpu", looks_for_writes=False):
                 for own, value in module.state_dict().items():
