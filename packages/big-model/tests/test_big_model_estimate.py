@@ -21,6 +21,7 @@ from accel_big_model.estimate.optimizers import cost_of
 from accel_big_model.estimate.precisions import read_precision
 from accel_big_model.estimate.shapes import ROOT, shape_of_files, shape_of_model
 from accel_big_model.estimate.tracking import LiveBytes
+from accel_core import CheckpointError
 
 FP32 = read_precision("fp32")
 WIDTH = 64
@@ -110,20 +111,26 @@ class TestShapes:
     @pytest.mark.parametrize(
         ("index", "message"),
         [
-            ("[]", r"index.json was to name the files of a model, and is no index of weights. Download it again"),
-            ('{"weight_map": {"a": 1}}', "is no index of weights"),
-            ("{", "is no index of weights"),
+            ("[]", r"index.json should be an index of weights, .* but it is not. Save or download it again"),
+            ('{"weight_map": {"a": 1}}', "should be an index of weights"),
+            ("{", "should be an index of weights"),
             (
                 '{"weight_map": {"a": "model-2.safetensors"}}',
-                "names model-2.safetensors, which is not beside it. Download",
+                "is named by model.safetensors.index.json, but it is not there",
             ),
         ],
     )
     def test_an_index_that_names_no_files_is_refused(self, tmp_path, index, message):
         save_file({"a": torch.zeros(4, 4)}, tmp_path / "model-1.safetensors")
         (tmp_path / "model.safetensors.index.json").write_text(index)
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises((CheckpointError, FileNotFoundError), match=message):
             shape_of_files(tmp_path)
+
+    def test_in_files_a_tied_weight_counts_once_and_integers_by_their_bytes(self, tmp_path):
+        state = {"a": torch.zeros(4, 4), "scale": torch.zeros((), dtype=torch.int64)}
+        save_file(state, tmp_path / "model.safetensors", metadata={"aliases": '{"b": "a"}'})
+        shape = shape_of_files(tmp_path)
+        assert ([each.name for each in shape.parameters], shape.buffers) == (["a"], 8)
 
     def test_nothing_of_a_large_model_is_allocated(self):
         with init_empty_weights():
@@ -531,7 +538,10 @@ class TestBadInput:
             (["--tensor-parallel", "0"], "tensor_parallel=0: expected"),
             (["--memory", "much"], "'much' is no size in bytes"),
             (["--optimizer", "adamm"], r"Optimizer 'adamm' is unknown. Did you mean 'adamw?'\? Known are sgd"),
-            (["--optimizer", "torch.optim:Adamm"], "Optimizer 'torch.optim:Adamm' cannot be imported"),
+            (
+                ["--optimizer", "torch.optim:Adamm"],
+                "The optimizer was given 'torch.optim:Adamm', which cannot be imported",
+            ),
             (["--device", "gpu"], "device 'gpu' is unknown. Known are accelerator, cpu"),
             (["--batch", "0"], "--batch 0: expected a number of at least 1"),
             (["--sequence", "-1"], "--sequence -1: expected a number of at least 1"),
@@ -575,7 +585,7 @@ class TestBadInput:
         (tmp_path / "model.safetensors").write_bytes(b"\x08\x00\x00\x00\x00\x00\x00\x00not json")
         status, _, error = command(capsys, str(tmp_path))
         assert status == 2
-        assert "is no safetensors file" in error
+        assert "should hold weights as safetensors, but it does not" in error
 
     def test_without_transformers_a_configuration_says_what_to_type(self, capsys, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, "transformers", None)

@@ -7,6 +7,7 @@
     optimizers      state, and what a step needs, tried without memory
     strategies, fully_sharded, zero     the arithmetic of each strategy
     sources, inputs     models and batches by their text
+    model_arguments what a command line says of a model, its batch and its optimizer
     command         `accel estimate-memory`
 
 What is assumed:

@@ -143,12 +143,13 @@ def _run(
     segments = list[Segment]()
     autocast = nullcontext() if compute is None else torch.autocast("cpu", compute)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        tensors = {name: _fake(each, dtypes.get(name)) for name, each in _named(model).items()}
+        named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        tensors = {name: _fake(each, dtypes.get(name)) for name, each in named.items()}
         args, kwargs = _arguments(map_tensors(lambda each: _fake(each, _floating(each, dtypes)), batch))
         live = LiveBytes(left_out=tensors.values())
         for name, each in tensors.items():
             if each.requires_grad:
-                each.register_post_accumulate_grad_hook(_Arrival(name, live, segments))
+                each.register_post_accumulate_grad_hook(partial(_end_segment, name, live, segments))
         with live, torch.enable_grad():
             step = _Step(model, autocast, compute, loss, live)
             torch.func.functional_call(step, {f"model.{name}": each for name, each in tensors.items()}, args, kwargs)
@@ -176,22 +177,13 @@ class _Step(nn.Module):
         value.backward()
 
 
-class _Arrival:
-    """Ends a segment when a gradient is complete, and counts it as an activation no longer."""
-
-    def __init__(self, name: str, live: LiveBytes, segments: list[Segment]) -> None:
-        self.name, self.live, self.segments = name, live, segments
-
-    def __call__(self, parameter: torch.Tensor) -> None:
-        assert parameter.grad is not None, "it has just been accumulated"
-        peak = self.live.peak
-        self.live.take_out(parameter.grad)
-        self.segments.append(Segment(self.name, peak, self.live.live))
-        self.live.begin_again()
-
-
-def _named(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+def _end_segment(name: str, live: LiveBytes, segments: list[Segment], parameter: torch.Tensor) -> None:
+    """Counts a gradient, which is complete, as an activation no longer."""
+    assert parameter.grad is not None, "it has just been accumulated"
+    peak = live.peak
+    live.take_out(parameter.grad)
+    segments.append(Segment(name, peak, live.live))
+    live.begin_again()
 
 
 def _fake(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

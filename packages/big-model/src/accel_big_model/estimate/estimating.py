@@ -13,6 +13,7 @@ from torch import nn
 from accel_big_model.estimate.activations import ActivationsUnknownError, Timeline, default_loss, trace
 from accel_big_model.estimate.divided import divided
 from accel_big_model.estimate.fully_sharded import fully_sharded, tensor_and_data
+from accel_big_model.estimate.inputs import unknown
 from accel_big_model.estimate.optimizers import OptimizerMaker, check_optimizer
 from accel_big_model.estimate.precisions import Precision, read_precision
 from accel_big_model.estimate.result import MemoryEstimate, StrategyEstimate
@@ -21,7 +22,7 @@ from accel_big_model.estimate.sources import open_model
 from accel_big_model.estimate.strategies import FORMULAS, STRATEGIES, Facts, replicated
 from accel_big_model.estimate.zero import zero
 from accel_big_model.sizes import convert_file_size_to_int
-from accel_core.api.component import flatten, nearest
+from accel_core.api.component import flatten
 
 DEVICES = ("accelerator", "cpu")
 BATCH = "batch of a rank"
@@ -79,6 +80,7 @@ def estimate_memory(
         name: how the model is called; None: by its class.
 
     Raises:
+        CheckpointError: a file of weights, whose shapes are asked for, is damaged.
         NotInstalledError: the model is a configuration, and transformers is not installed.
         ValueError: for a text that is no model, an unknown name, a number below 1, a world that
             `tensor_parallel` does not divide, a plan that misfits, or an optimizer that cannot be
@@ -133,9 +135,7 @@ def _described(batch: Any) -> str:
 def _check(strategies: Sequence[str], world_size: int, tensor_parallel: int, device: str) -> None:
     for each in strategies:
         if each not in STRATEGIES:
-            meant = nearest(each, STRATEGIES)
-            hint = f"Did you mean {meant!r}? " if meant else ""
-            raise ValueError(f"Strategy {each!r} is unknown. {hint}Known are {', '.join(STRATEGIES)}.")
+            raise unknown("Strategy", each, STRATEGIES)
     for name, number in (("world_size", world_size), ("tensor_parallel", tensor_parallel)):
         if number < 1:
             raise ValueError(f"{name}={number}: expected how many processes, at least 1.")

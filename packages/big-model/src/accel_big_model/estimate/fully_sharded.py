@@ -14,10 +14,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from accel_big_model.estimate.result import StrategyEstimate
 from accel_big_model.estimate.shapes import ROOT, ParameterShape, bytes_of
 
 if TYPE_CHECKING:
+    from accel_big_model.estimate.result import StrategyEstimate
     from accel_big_model.estimate.strategies import Facts
 
 
@@ -30,16 +30,14 @@ def fully_sharded(facts: Facts, strategy: str = "fsdp") -> StrategyEstimate:
     kept = weights + cost.state
     units = _Units(facts)
     backward = list(_backward(facts, units))
-    return StrategyEstimate(
+    return facts.row(
         strategy,
-        facts.precision.name,
-        facts.ranks,
-        weights,
-        gradients,
-        cost.state,
-        max([units.forward, *(buffers for _, buffers in backward)]),
-        facts.gathered.peak if facts.gathered.known else None,
-        {
+        weights=weights,
+        gradients=gradients,
+        optimizer=cost.state,
+        communication=max([units.forward, *(buffers for _, buffers in backward)]),
+        timeline=facts.gathered,
+        moments={
             "forward": kept + units.forward + facts.gathered.forward,
             "backward": kept + max((alive for alive, _ in backward), default=0),
             "step": kept + gradients + cost.temporary,

@@ -1,14 +1,17 @@
-"""Batches by shape: of models of transformers, and as a command line says them."""
+"""What a command line says: shapes of batches, names of callables, and names that are unknown."""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
+
+from accel_core.api.component import nearest
 
 LONGEST = 2048
 """Positions of a sequence, if nothing is said and the model takes as many."""
@@ -70,3 +73,10 @@ def imported(text: str, option: str, expected: str) -> Any:
     if not callable(found):
         raise ValueError(f"{option} was given {text!r}, which is of type {type(found).__name__} and cannot be called.")
     return found
+
+
+def unknown(kind: str, name: str, known: Sequence[str], more: str = "") -> ValueError:
+    """The error for a name that is none of those that are known."""
+    meant = nearest(name, known)
+    hint = f"Did you mean {meant!r}? " if meant else ""
+    return ValueError(f"{kind} {name!r} is unknown. {hint}Known are {', '.join(known)}{more}.")

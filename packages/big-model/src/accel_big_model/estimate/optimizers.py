@@ -11,19 +11,18 @@ they keep is the state, what was alive at most in the second step is its need. `
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from accel_big_model.estimate.inputs import imported, unknown
 from accel_big_model.estimate.tracking import LiveBytes
-from accel_core.api.component import nearest
 
 OptimizerMaker: TypeAlias = Callable[[list[nn.Parameter]], Optimizer]
 """A class of an optimizer, or a function of its parameters."""
@@ -138,16 +137,7 @@ def _state_bytes(optimizer: Optimizer) -> int:
 
 
 def _imported(name: str) -> OptimizerMaker:
-    module, _, attribute = name.partition(":")
-    if not attribute:
-        meant = nearest(name, OPTIMIZERS)
-        hint = f"Did you mean {meant!r}? " if meant else ""
-        raise ValueError(
-            f"Optimizer {name!r} is unknown. {hint}Known are {', '.join(OPTIMIZERS)}, and any class as module:Class, such as "
-            f"torch.optim:NAdam."
-        )
-    try:
-        found: Any = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"Optimizer {name!r} cannot be imported: {error}.") from error
-    return found  # type: ignore[no-any-return]
+    if ":" not in name:
+        raise unknown("Optimizer", name, OPTIMIZERS, ", and any class as module:Class, such as torch.optim:NAdam")
+    found: OptimizerMaker = imported(name, "The optimizer", "module:Class")
+    return found

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from accel_core.api.component import nearest
+from accel_big_model.estimate.inputs import unknown
 
 
 class Precision(NamedTuple):
@@ -50,8 +50,5 @@ def read_precision(name: str) -> Precision:
     """
     found = PRECISIONS.get(_TORCH.get(name, name))
     if found is None:
-        known = [*PRECISIONS, *_TORCH]
-        meant = nearest(name, known)
-        hint = f"Did you mean {meant!r}? " if meant else ""
-        raise ValueError(f"dtype {name!r} is unknown. {hint}Known are {', '.join(known)}.")
+        raise unknown("dtype", name, [*PRECISIONS, *_TORCH])
     return found

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import nn
+
+from accel_checkpoint import stored_in
 
 ROOT = ""
 """The unit of what belongs to no other."""
@@ -127,49 +129,23 @@ def shape_of_files(folder: Path) -> ModelShape:
     """The shapes that the headers of safetensors files tell; blocks are found by their numbers.
 
     The files are those that loading the folder would read: model.safetensors, or those of its index;
-    if there is neither, all. Raises `ValueError` for a file that is none, and a wrong index.
+    if there is neither, all. Raises `CheckpointError` for a file that is none, and a wrong index.
     """
+    named = [folder / "model.safetensors", folder / "model.safetensors.index.json"]
+    sources = [path for path in named if path.is_file()][:1] or sorted(folder.glob("*.safetensors"))
     found, whole = dict[str, ParameterShape](), 0
-    for file in _files_of_model(folder):
-        for name, entry in _header(file).items():
+    with ExitStack() as files:
+        stored = {name: each for path in sources for name, each in stored_in(path, files).items()}
+    for name, each in stored.items():
+        if each.key != name:  # a further name of what is tied
+            continue
+        if each.dtype is not None and not each.dtype.is_floating_point:
+            whole += math.prod(each.shape) * each.dtype.itemsize
+        else:
             unit = _NUMBERED.match(name)
-            begin, end = entry["data_offsets"]
-            if not entry["dtype"].startswith(("F", "BF")):
-                whole += end - begin
-                continue
-            shape = tuple(entry["shape"])
-            casts = len(shape) > 1 and "embed" not in name
-            found[name] = ParameterShape(name, shape, True, unit[0][:-1] if unit else ROOT, casts)
+            casts = len(each.shape) > 1 and "embed" not in name
+            found[name] = ParameterShape(name, each.shape, True, unit[0][:-1] if unit else ROOT, casts)
     return ModelShape(tuple(found.values()), whole)
-
-
-def _files_of_model(folder: Path) -> list[Path]:
-    """Those that hold the model; others beside them may hold it again, in another format."""
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.is_file():
-        return [single]
-    files = sorted(folder.glob("*.safetensors"))
-    if not index.is_file():
-        return files
-    try:
-        named = {*json.loads(index.read_bytes())["weight_map"].values()}
-    except (ValueError, LookupError, TypeError, AttributeError):
-        named = {None}
-    if not named or not all(isinstance(name, str) for name in named):
-        raise ValueError(f"{index} was to name the files of a model, and is no index of weights. Download it again.")
-    if absent := sorted(named - {file.name for file in files}):
-        raise ValueError(f"{index} names {', '.join(absent)}, which is not beside it. Download the whole folder.")
-    return [file for file in files if file.name in named]
-
-
-def _header(file: Path) -> dict[str, dict]:  # type: ignore[type-arg]
-    try:
-        with file.open("rb") as stream:
-            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-        header.pop("__metadata__", None)
-    except (ValueError, MemoryError, OverflowError) as error:
-        raise ValueError(f"{file} was to tell shapes by its header, and is no safetensors file: {error}") from error
-    return header  # type: ignore[no-any-return]
 
 
 def bytes_of(parameters: Sequence[ParameterShape], dtype: torch.dtype, ranks: int = 1) -> int:

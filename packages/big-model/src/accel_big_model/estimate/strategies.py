@@ -87,6 +87,23 @@ class Facts:
         """The bytes of the optimizer for what a rank steps."""
         return cost_of(self.optimizer, shapes, dtype, self.accelerator)
 
+    def row(
+        self,
+        strategy: str,
+        *,
+        weights: int,
+        gradients: int,
+        optimizer: int,
+        communication: int,
+        timeline: Timeline,
+        moments: Mapping[str, int],
+    ) -> StrategyEstimate:
+        """The row of a strategy; `timeline`: of the activations."""
+        ranks = 1 if strategy == "single" else self.ranks
+        activations = timeline.peak if timeline.known else None
+        parts = (weights, gradients, optimizer, communication, activations)
+        return StrategyEstimate(strategy, self.precision.name, ranks, *parts, moments)
+
     def flat_cost(self) -> OptimizerCost:
         """The cost for a rank's part of fp32 masters, laid end to end."""
         return self.cost([(math.ceil(self.shape.trained_numel / self.ranks),)], torch.float32)
@@ -110,19 +127,16 @@ def replicated(facts: Facts, strategy: str) -> StrategyEstimate:
         backward, gradients = max((each.peak for each in facts.timeline.backward), default=0), 0
     else:
         backward, gradients = max(activations_and_gradients(facts, facts.timeline), default=0), facts.gradients
-    moments = {
-        "forward": kept + facts.timeline.forward,
-        "backward": kept + backward,
-        "step": kept + gradients + cost.temporary,
-    }
-    return StrategyEstimate(
+    return facts.row(
         strategy,
-        facts.precision.name,
-        1 if strategy == "single" else facts.ranks,
-        facts.weights,
-        facts.gradients,
-        cost.state,
-        0,
-        facts.timeline.peak if facts.timeline.known else None,
-        moments,
+        weights=facts.weights,
+        gradients=facts.gradients,
+        optimizer=cost.state,
+        communication=0,
+        timeline=facts.timeline,
+        moments={
+            "forward": kept + facts.timeline.forward,
+            "backward": kept + backward,
+            "step": kept + gradients + cost.temporary,
+        },
     )

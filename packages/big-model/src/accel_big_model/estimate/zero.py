@@ -9,11 +9,15 @@ there DeepSpeed takes "cpu" and "cpu:0" for two devices.
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 
-from accel_big_model.estimate.result import StrategyEstimate
-from accel_big_model.estimate.strategies import Facts, activations_and_gradients
+from accel_big_model.estimate.strategies import activations_and_gradients
+
+if TYPE_CHECKING:
+    from accel_big_model.estimate.result import StrategyEstimate
+    from accel_big_model.estimate.strategies import Facts
 
 BUCKET, AHEAD, LIVE = 500_000_000, 50_000_000, 1_000_000_000
 """DeepSpeed's reduce_bucket_size, stage3_prefetch_bucket_size, stage3_max_live_parameters, in elements."""
@@ -49,14 +53,14 @@ def _partitioned(facts: Facts, stage: int) -> StrategyEstimate:
         backward = bucket + max(facts.timeline.peak, reduced)
     else:  # the bucket grows with the gradients
         backward = max([2 * reduced, *activations_and_gradients(facts, facts.timeline)])
-    return _estimate(
-        facts,
-        stage,
-        weights,
-        max(gradients, part * FP32),
-        cost.state,
-        bucket + reduced,
-        {
+    return facts.row(
+        f"zero{stage}",
+        weights=weights,
+        gradients=max(gradients, part * FP32),
+        optimizer=cost.state,
+        communication=bucket + reduced,
+        timeline=facts.timeline,
+        moments={
             "forward": kept + facts.timeline.forward,
             "backward": kept + backward,
             "step": kept + part * FP32 + cost.temporary,
@@ -73,40 +77,17 @@ def _sharded(facts: Facts) -> StrategyEstimate:
     kept = weights + part * size + cost.state + bucket
     gathered = min(facts.shape.numel, LIVE) * size
     ahead = min(facts.shape.numel, AHEAD) * size
-    return _estimate(
-        facts,
-        3,
-        weights,
-        part * size + part * FP32,  # what was reduced, and the copy that is stepped by
-        cost.state,
-        bucket + gathered + max(ahead, reduced),
-        {
+    return facts.row(
+        "zero3",
+        weights=weights,
+        gradients=part * size + part * FP32,  # what was reduced, and the copy that is stepped by
+        optimizer=cost.state,
+        communication=bucket + gathered + max(ahead, reduced),
+        timeline=facts.timeline,
+        moments={
             # What is gathered at a time goes before activations are at their most.
             "forward": kept + gathered + max(ahead, facts.timeline.forward),
             "backward": kept + gathered + max(reduced, facts.timeline.peak),
             "step": kept + part * FP32 + cost.temporary,
         },
-    )
-
-
-def _estimate(
-    facts: Facts,
-    stage: int,
-    weights: int,
-    gradients: int,
-    state: int,
-    communication: int,
-    moments: dict[str, int],
-) -> StrategyEstimate:
-    activations = facts.timeline.peak if facts.timeline.known else None
-    return StrategyEstimate(
-        f"zero{stage}",
-        facts.precision.name,
-        facts.ranks,
-        weights,
-        gradients,
-        state,
-        communication,
-        activations,
-        moments,
     )

@@ -8,20 +8,15 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_big_model.estimate.command import read_arguments, size
-from accel_big_model.estimate.inputs import batch_of, read_input
-from accel_big_model.estimate.optimizers import OPTIMIZERS
-from accel_big_model.estimate.shapes import ModelShape
-from accel_big_model.estimate.sources import open_model, working_directory
+from accel_big_model.estimate.command import size
+from accel_big_model.estimate.model_arguments import REFUSALS, add_model_arguments, opened_model
 from accel_big_model.planning.choosing import ROOM, TrainingPlan, plan_training
 from accel_big_model.planning.configuration import write_configuration
 from accel_big_model.planning.devices import count_devices, memory_of_smallest
-from accel_core import NotInstalledError
 from accel_core.api.launcher import format_table
 
 if TYPE_CHECKING:
@@ -52,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         plan = _planned(given)
         if plan.chosen and given.output:
             write_configuration(plan, Path(given.output), f"accel plan {shlex.join(typed)}\n{as_text(plan)}")
-    except (ValueError, NotInstalledError, OSError) as error:
+    except REFUSALS as error:
         print(error, file=sys.stderr)  # noqa: T201
         return NO_ANSWER
     print(json.dumps(as_json(plan), indent=2) if given.json else _told(plan, given.output))  # noqa: T201
@@ -67,31 +62,14 @@ def parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add_model_arguments(page)
     add = page.add_argument
-    add(
-        "model",
-        metavar="MODEL",
-        help="a folder, a config.json, a name on the Hugging Face Hub, or module:function in your code",
-    )
     add("--devices", type=int, metavar="N", help="number of accelerators (default: those of this machine)")
-    add(
-        "--memory",
-        metavar="SIZE",
-        help="memory of each accelerator, such as 80GiB (default: that of the smallest here)",
-    )
+    about = "memory of each accelerator, such as 80GiB (default: that of the smallest here)"
+    add("--memory", metavar="SIZE", help=about)
     add("--room", type=float, default=ROOM, metavar="PART", help="fraction of the memory to keep free (default: 0.1)")
     add("--host-memory", metavar="SIZE", help="main memory of the machine, for offloading (default: not checked)")
     add("--dtype", default="bf16", help="number format to train in, such as bf16, fp32, bf16-true (default: bf16)")
-    add(
-        "--optimizer",
-        default="adamw",
-        help=f"one of {', '.join(OPTIMIZERS)}, or module:Class in your code (default: adamw)",
-    )
-    add("--batch", type=int, default=1, metavar="ROWS", help="number of rows in the batch of one device (default: 1)")
-    add("--sequence", type=int, metavar="N", help="tokens in a row (default: 2048, or the most that the model takes)")
-    add("--input", metavar="SHAPE", help="shape of one row, such as 3x224x224; or module:function that returns a batch")
-    add("--arguments", default="{}", metavar="JSON", help="arguments of module:function, such as '{\"layers\": 4}'")
-    add("--trust-remote-code", action="store_true", help="run code that comes with a model on the Hugging Face Hub")
     about = "write the configuration to this new file, for accel launch --config-file"
     add("--output", metavar="FILE", type=os.path.expanduser, help=about)  # no shell does so in --output=~/plan.yaml
     add("--json", action="store_true", help="print JSON: all sizes in bytes")
@@ -105,16 +83,7 @@ def _planned(given: argparse.Namespace) -> TrainingPlan:
         raise ValueError("This machine has no accelerator. Say which you mean: --devices 8 --memory 80GiB.")
     if memory is None:
         raise ValueError("How much memory a device has is not known here. Say it: --memory 80GiB.")
-    for name in ("batch", "sequence"):
-        if getattr(given, name) is not None and getattr(given, name) < 1:
-            raise ValueError(f"--{name} {getattr(given, name)}: expected a number of at least 1.")
-    names_code = any(":" in text for text in (given.model, given.input or "", given.optimizer))
-    with working_directory() if names_code else nullcontext():
-        model = open_model(given.model, read_arguments(given.arguments), given.trust_remote_code)
-        if given.input:
-            batch = read_input(given.input, given.batch)
-        else:
-            batch = None if isinstance(model, ModelShape) else batch_of(model, given.batch, given.sequence)
+    with opened_model(given) as (model, batch):
         return plan_training(
             model,
             batch=batch,
@@ -143,15 +112,8 @@ def as_text(plan: TrainingPlan) -> str:
     """What was considered, what fits, and why the simpler ways do not."""
     devices = "1 device" if plan.devices == 1 else f"{plan.devices} devices"
     title = f"{plan.model}: {plan.parameters / 1e9:.3g} billion parameters, {devices} of {size(plan.memory)}, mixed_precision {plan.precision}"
-    header = (
-        "way to train",
-        "weights",
-        "gradients",
-        "optimizer",
-        "peak per device",
-        "main memory",
-        f"of {size(plan.usable)}",
-    )
+    sizes = ("weights", "gradients", "optimizer", "peak per device", "main memory")
+    header = ("way to train", *sizes, f"of {size(plan.usable)}")
     table = format_table(header, [_cells(each, plan) for each in plan.considered])
     if plan.chosen is None:
         closing = "\n".join(["Nothing fits. What would help:", *(f"  {line}" for line in plan.advice)])
@@ -164,15 +126,8 @@ def as_text(plan: TrainingPlan) -> str:
 def _cells(each: Candidate, plan: TrainingPlan) -> tuple[str, ...]:
     row = each.estimate
     host = size(each.host * plan.devices) if each.host else "-"
-    return (
-        each.name,
-        size(row.weights),
-        size(row.gradients),
-        size(row.optimizer),
-        size(row.peak),
-        host,
-        _why(each, plan),
-    )
+    sizes = map(size, (row.weights, row.gradients, row.optimizer, row.peak))
+    return (each.name, *sizes, host, _why(each, plan))
 
 
 def _why(each: Candidate, plan: TrainingPlan) -> str:
