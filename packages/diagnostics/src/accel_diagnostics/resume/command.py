@@ -41,11 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         launching=tuple(shlex.split(given.launch_arguments)),
         own_directory=given.own_directory,
     )
-    root = (
-        Path(tempfile.mkdtemp(prefix="verify-resume-"))
-        if given.keep is None
-        else Path(given.keep).expanduser().resolve()
-    )
+    folder = tempfile.mkdtemp(prefix="verify-resume-") if given.keep is None else given.keep
+    root = Path(folder).expanduser().resolve()
     try:
         _check(given, root)
         outcome = run_trial(
@@ -92,44 +89,20 @@ def parser() -> argparse.ArgumentParser:
     add = page.add_argument
     add("script", help="script that trains")
     add("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
-    add(
-        "--resume-arguments",
-        default="",
-        metavar="TEXT",
-        help="arguments for the third run only, such as --resume-arguments=--resume",
-    )
+    about = "arguments for the third run only, such as --resume-arguments=--resume"
+    add("--resume-arguments", default="", metavar="TEXT", help=about)
     add("--processes", type=int, default=1, metavar="N", help="number of processes of the first two runs (default: 1)")
-    add(
-        "--resume-processes",
-        type=int,
-        metavar="N",
-        help="number of processes of the third run (default: as the first two)",
-    )
-    add(
-        "--kill-step",
-        type=int,
-        metavar="STEP",
-        help="the step in which the second run is killed (default: one after a save, near the middle)",
-    )
-    add(
-        "--launch-arguments",
-        default="",
-        metavar="TEXT",
-        help="options of accel launch, such as '--config-file my.yaml'",
-    )
+    about = "number of processes of the third run (default: as the first two)"
+    add("--resume-processes", type=int, metavar="N", help=about)
+    about = "the step in which the second run is killed (default: one after a save, near the middle)"
+    add("--kill-step", type=int, metavar="STEP", help=about)
+    about = "options of accel launch, such as '--config-file my.yaml'"
+    add("--launch-arguments", default="", metavar="TEXT", help=about)
     add("-m", "--module", action="store_true", help="start a module by its name, as python -m does")
-    add(
-        "--own-directory",
-        action="store_true",
-        help="run in a new working directory, for scripts that save to a fixed place in it",
-    )
-    add(
-        "--tolerance",
-        type=float,
-        default=1e-3,
-        metavar="X",
-        help="largest relative difference if the third run has another number of processes (default: 1e-3)",
-    )
+    about = "run in a new working directory, for scripts that save to a fixed place in it"
+    add("--own-directory", action="store_true", help=about)
+    about = "largest relative difference if the third run has another number of processes (default: 1e-3)"
+    add("--tolerance", type=float, default=1e-3, metavar="X", help=about)
     add("--keep", metavar="FOLDER", help="keep what was recorded, printed and saved by all runs in this new folder")
     add("--json", action="store_true", help="print the result as JSON")
     return page

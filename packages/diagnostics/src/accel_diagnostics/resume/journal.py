@@ -79,65 +79,46 @@ def _read(text: str) -> RankJournal:
     whole = text[: text.rfind("\n") + 1]  # a rank that is killed may leave half a line
     for line in whole.splitlines():
         content = json.loads(line)
-        _EVENTS[content.pop("event")](journal, content)
+        _note(journal, content.pop("event"), content)
     return journal
 
 
-def _step(journal: RankJournal) -> Step:
+def _note(journal: RankJournal, event: str, content: dict[str, Any]) -> None:
+    """Adds an event to what is known of a rank."""
+    match event:
+        case "start":
+            journal.accelerators += 1
+            journal.facts = journal.facts or content
+        case "state":
+            _open_step(journal).state = content["state"]
+        case "micro":
+            step = _open_step(journal)
+            step.losses.append(content["loss"])
+            step.ids.append(content["ids"])
+            step.rows.append(content["rows"])
+            step.closed = content["closes"]
+        case "window":
+            _note_window(journal, content)
+        case "save":
+            journal.saves.append((content["step"], content["folder"]))
+        case "load":
+            journal.loads.append((content["step"], content["folder"]))
+        case "killed":
+            journal.killed = True
+        case "end":
+            journal.end, journal.final, journal.note = content["state"], content["final"], content["note"]
+
+
+def _open_step(journal: RankJournal) -> Step:
     if not journal.steps or journal.steps[-1].closed:
         journal.steps.append(Step())
     return journal.steps[-1]
 
 
-def _start(journal: RankJournal, content: dict[str, Any]) -> None:
-    journal.accelerators += 1
-    journal.facts = journal.facts or content
-
-
-def _state(journal: RankJournal, content: dict[str, Any]) -> None:
-    _step(journal).state = content["state"]
-
-
-def _micro(journal: RankJournal, content: dict[str, Any]) -> None:
-    step = _step(journal)
-    step.losses.append(content["loss"])
-    step.ids.append(content["ids"])
-    step.rows.append(content["rows"])
-    step.closed = content["closes"]
-
-
-def _window(journal: RankJournal, content: dict[str, Any]) -> None:
+def _note_window(journal: RankJournal, content: dict[str, Any]) -> None:
     if not journal.steps or (journal.steps[-1].closed and journal.steps[-1].whole is not None):
         journal.steps.append(Step())  # the strategy ran all of it by itself
     step = journal.steps[-1]
     step.whole, step.closed = content["loss"], True
     if not step.losses:
         step.losses, step.ids, step.rows = [content["loss"]], [content["ids"]], [content["rows"]]
-
-
-def _saved(journal: RankJournal, content: dict[str, Any]) -> None:
-    journal.saves.append((content["step"], content["folder"]))
-
-
-def _loaded(journal: RankJournal, content: dict[str, Any]) -> None:
-    journal.loads.append((content["step"], content["folder"]))
-
-
-def _killed(journal: RankJournal, _: dict[str, Any]) -> None:
-    journal.killed = True
-
-
-def _end(journal: RankJournal, content: dict[str, Any]) -> None:
-    journal.end, journal.final, journal.note = content["state"], content["final"], content["note"]
-
-
-_EVENTS = {
-    "start": _start,
-    "state": _state,
-    "micro": _micro,
-    "window": _window,
-    "save": _saved,
-    "load": _loaded,
-    "killed": _killed,
-    "end": _end,
-}

@@ -44,6 +44,16 @@ class Run:
         """How many windows every rank closed."""
         return min((each.closed() for each in self.journals), default=0)
 
+    @property
+    def saves(self) -> list[int]:
+        """After how many steps it saved, each once; only `accelerator.save_state()` counts."""
+        return sorted({step for step, _ in self.journals[0].saves})
+
+    @property
+    def left_files(self) -> bool:
+        """Whether it saved anything, in whatever format."""
+        return bool(self.saves) or any(each.is_file() for each in self.files.rglob("*"))
+
     def tail(self) -> str:
         """The last lines of the output."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()

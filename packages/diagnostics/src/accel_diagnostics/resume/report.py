@@ -132,8 +132,7 @@ def _world(run: Run) -> str:
 
 
 def _saves(run: Run) -> str:
-    steps = sorted({step for step, _ in run.journals[0].saves})
-    return f", saved after {', '.join(map(str, steps))}" if steps else ""
+    return f", saved after {', '.join(map(str, run.saves))}" if run.saves else ""
 
 
 def _run(run: Run) -> dict[str, Any]:

@@ -105,7 +105,7 @@ def _check_whole(run: Run) -> None:
             f"The script saved in {outside[0]}, which all runs share: the resumed run could go on from another run's checkpoint. "
             f"Write {FOLDER} for the folder among its arguments, or, if it saves relative to the working directory, add --own-directory."
         )
-    if not run.journals[0].saves and not any(each.is_file() for each in run.files.rglob("*")):
+    if not run.left_files:
         raise TrialError(
             f"The script saved nothing in its {run.steps} steps: it did not call accelerator.save_state(), and left no file in "
             f"{FOLDER}. Give it the arguments with which it saves, with {FOLDER} for the folder, such as: --save {FOLDER} --every 5"
@@ -114,8 +114,8 @@ def _check_whole(run: Run) -> None:
 
 def _choose_step(whole: Run) -> int:
     """A step, from 1, that is not directly behind a save, so that the resumed run repeats a step."""
-    saves = sorted({step for step, _ in whole.journals[0].saves if step < whole.steps})
-    if not whole.journals[0].saves:  # in a format of the script's own
+    saves = [step for step in whole.saves if step < whole.steps]
+    if not whole.saves:  # in a format of the script's own
         return max(2, 2 * whole.steps // 3)
     if not saves:
         raise TrialError(
@@ -132,10 +132,9 @@ def _check_step(whole: Run, killed_in: int) -> None:
             f"The run was to be killed in step {killed_in}, and the script ends after {whole.steps} steps. Give --kill-step a "
             f"smaller number, or have the script train for more steps."
         )
-    saves = [step for step, _ in whole.journals[0].saves]
-    if saves and min(saves) >= killed_in:
+    if whole.saves and whole.saves[0] >= killed_in:
         raise TrialError(
-            f"The run was to be killed in step {killed_in}, and the script saves behind step {min(saves)} for the first time: "
+            f"The run was to be killed in step {killed_in}, and the script saves behind step {whole.saves[0]} for the first time: "
             f"nothing would be there to go on from. Give --kill-step a larger number, or have it save more often."
         )
 
@@ -146,7 +145,7 @@ def _check_killed(run: Run, killed_in: int) -> None:
             f"The second run ended with exit status {run.status} before step {killed_in}, in which it was to be killed. Either "
             f"the script does not repeat itself, or it ends by the clock: give it a number of steps.\n{run.tail()}"
         )
-    if not run.journals[0].saves and not any(each.is_file() for each in run.files.rglob("*")):
+    if not run.left_files:
         raise TrialError(
             f"The run that was killed in step {killed_in} had saved nothing yet. Give --kill-step a larger number, or have the "
             f"script save more often."
