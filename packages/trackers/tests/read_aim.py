@@ -64,7 +64,7 @@ def recorded(folder: str, run_hash: str, ended: Any, runs: int) -> Recorded:
     for name, step, value, _ in objects(run, "distributions", "get_distribution_sequence"):
         counts, edges = value.to_np_histogram()
         histograms[name].append((step, Bins(tuple(counts.tolist()), tuple(edges.tolist()), 0.0, 0.0)))
-    config = dict(flat(run["config"]))
+    config = flat(run["config"])
     run.close()
     return Recorded(numbers, texts, config, images, tables, histograms, ended, runs)
 

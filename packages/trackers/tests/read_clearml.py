@@ -41,7 +41,7 @@ def read_run(sessions: Path, task_id: str, *, is_open: bool) -> Recorded:
             texts[name].append((int(step), json.loads(text)))
     stored = json.loads(files["task.json"])
     config = json.loads(stored["configuration"]["config"]["value"])
-    return Recorded(numbers, texts, dict(flat(config)), images, tables, histograms)
+    return Recorded(numbers, texts, flat(config), images, tables, histograms)
 
 
 def events(lines: str) -> Iterator[dict[str, Any]]:

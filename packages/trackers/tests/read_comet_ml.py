@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
 
-from services import flat, pixels
+from reading import flat, pixels
 
 from accel_core import Table
 from accel_testing import Recorded

@@ -36,7 +36,7 @@ def read_run(folder: Path) -> Recorded:
         else:
             full = [row for row in rows if set(row.values()) != {None}]
             tables[name].append((step, Table(tuple(rows[0]), tuple(tuple(row.values()) for row in full))))
-    config = dict(flat(load_yaml(folder / "params.yaml")))
+    config = flat(load_yaml(folder / "params.yaml"))
     return Recorded(numbers, texts, config, images, tables, histograms)
 
 

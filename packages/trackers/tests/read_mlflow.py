@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from reading import flat
 
 from accel_core import Table
 from accel_testing import Recorded
@@ -47,13 +48,6 @@ def read_run(tracking_uri: str, run_id: str) -> Recorded:
         ended=ENDS.get(run.info.status),
         runs=sum(_is_of(each, run) for each in client.search_runs([run.info.experiment_id])),
     )
-
-
-def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found = {}
-    for name, value in config.items():
-        found |= flat(value, f"{prefix}{name}/") if isinstance(value, dict) else {prefix + name: value}
-    return found
 
 
 def _is_of(each: Any, run: Any) -> bool:

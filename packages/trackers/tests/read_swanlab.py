@@ -35,7 +35,7 @@ def read_run(log_dir: Path, run_id: str) -> Recorded:
                     from swanlab.proto.swanlab.run.v1.run_pb2 import RunState
 
                     ended = ENDS[RunState.Name(record.finish.state)]
-    return Recorded(numbers, texts, dict(config(folders[0])), images, tables, histograms, ended, len(folders))
+    return Recorded(numbers, texts, config(folders[0]), images, tables, histograms, ended, len(folders))
 
 
 def records(folder: Path) -> Iterator[Any]:
@@ -73,7 +73,7 @@ def plain(name: str) -> str:
     return re.sub(r" ⟨\d+⟩$", "", name)
 
 
-def config(folder: Path) -> Iterator[tuple[str, Any]]:
+def config(folder: Path) -> dict[str, Any]:
     import yaml
 
     stored = yaml.safe_load((folder / "files" / "config.yaml").read_text(encoding="utf-8"))

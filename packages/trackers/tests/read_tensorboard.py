@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from reading import flat
 
 from accel_core import Bins, Table
 from accel_testing import Recorded
@@ -52,13 +53,6 @@ def read_events(folder: Path) -> Recorded:
         },
         runs=len(runs.Runs()),
     )
-
-
-def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found = {}
-    for name, value in config.items():
-        found |= flat(value, f"{prefix}{name}/") if isinstance(value, dict) else {prefix + name: value}
-    return found
 
 
 def _array(event: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from services import flat, pixels
+from reading import flat, pixels
 
 from accel_core import Bins, Table
 from accel_testing import Recorded

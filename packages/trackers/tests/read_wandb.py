@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from services import flat, pixels
+from reading import flat, pixels
 
 from accel_core import Bins, Table
 from accel_testing import Recorded

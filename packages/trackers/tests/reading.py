@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,17 +21,16 @@ def pixels(image: Any) -> torch.Tensor:
     from numpy import asarray
     from PIL import Image
 
-    if isinstance(image, Path):
+    if not isinstance(image, Image.Image):
         with Image.open(image) as opened:
             return pixels(opened)
     array = torch.from_numpy(asarray(image).copy())
     return array if array.dim() == 3 else array.unsqueeze(2)
 
 
-def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Names of nested dicts, joined, with their values."""
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested configuration as the tracker suite compares it: the names of dicts joined by "/"."""
+    found: dict[str, Any] = {}
     for name, value in config.items():
-        if isinstance(value, Mapping):
-            yield from flat(value, f"{prefix}{name}/")
-        else:
-            yield prefix + name, value
+        found |= flat(value, f"{prefix}{name}/") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return found

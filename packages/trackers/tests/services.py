@@ -11,15 +11,13 @@ import ipaddress
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
 REQUIRED = "ACCEL_SERVICES"  # names of services, joined by commas, whose tests must not be skipped
 SERVICES = ("AIM", "CLEARML", "COMET", "DVC", "DVCLIVE", "HF", "MLFLOW", "SWANLAB", "TRACKIO", "TRAINS", "WANDB")
@@ -112,21 +110,6 @@ def in_thread(work: Callable[[], None]) -> None:
     assert not thread.is_alive()
     if raised:
         raise raised[0]
-
-
-def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested configuration as the tracker suite compares it: the names of dicts joined by "/"."""
-    nested = [flat(value, f"{prefix}{name}/") for name, value in config.items() if isinstance(value, Mapping)]
-    leaves = {f"{prefix}{name}": value for name, value in config.items() if not isinstance(value, Mapping)}
-    return {name: value for part in (leaves, *nested) for name, value in part.items()}
-
-
-def pixels(file: Path | BinaryIO) -> torch.Tensor:
-    """A stored image as a tensor (height, width, channels)."""
-    from PIL import Image
-
-    with Image.open(file) as image:
-        return torch.from_numpy(np.array(image)).reshape(image.height, image.width, -1)
 
 
 def _guarded_look_up(look_up: Callable[..., Any], place: Offline) -> Callable[..., Any]:

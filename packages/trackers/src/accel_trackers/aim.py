@@ -10,7 +10,7 @@ from accel_core import RecordRefusedError, TrackedRun
 from accel_trackers.name_limits import Names
 from accel_trackers.process_guard import shared_options
 from accel_trackers.service import Service
-from accel_trackers.step_series import Series
+from accel_trackers.step_series import Series, kind_of
 
 if TYPE_CHECKING:
     import torch
@@ -85,11 +85,8 @@ class Aim(Service):
 
     def log(self, values: Mapping[str, Any], step: int, **options: Any) -> None:
         for name, value in values.items():
-            if isinstance(value, str):
-                self._track(self._module.Text(value), name, "text", step, options)
-            else:
-                kind = "number" if isinstance(value, (int, float)) else type(value).__name__.lower()
-                self._track(value, name, kind, step, options)
+            stored = self._module.Text(value) if isinstance(value, str) else value
+            self._track(stored, name, kind_of(value), step, options)
 
     def records(self, value: object) -> bool:
         """Whether it is one of Aim's own objects, such as `aim.Figure`."""

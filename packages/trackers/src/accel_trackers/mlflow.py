@@ -126,11 +126,15 @@ class MLflow(Service):
                 self._client = mlflow.MlflowClient(tracking_uri=uri)
         else:
             self._client = mlflow.MlflowClient(tracking_uri=uri)
-        continued = options.get("run_id") or (run.resumed or {}).get("run_id")
+        named = options.get("run_id")
+        continued = named or (run.resumed or {}).get("run_id")
         self._is_continued = bool(continued)
+        if named:
+            self._check_place(named, options)
         if continued:
-            self._run = self._go_on(continued, options if options.get("run_id") else {})
-            if options.get("run_id"):
+            self._client.update_run(continued, status="RUNNING")
+            self._run = self._client.get_run(continued)
+            if named:
                 self._describe(options)
         else:
             self._run = self._create(run, options, artifacts)
@@ -245,12 +249,6 @@ class MLflow(Service):
                 if found is None:
                     raise
         return str(found.experiment_id)
-
-    def _go_on(self, run_id: str, options: Mapping[str, Any]) -> Any:
-        """The run of MLflow of this id, running again; `options` of the user say where it is."""
-        self._check_place(run_id, options)
-        self._client.update_run(run_id, status="RUNNING")
-        return self._client.get_run(run_id)
 
     def _store(self, config: Mapping[str, Any]) -> None:
         """The parameters of the run, as far as it does not have them yet."""

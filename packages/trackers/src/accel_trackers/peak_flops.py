@@ -86,17 +86,8 @@ PEAKS: Mapping[str, Mapping[str, float]] = MappingProxyType(
 )
 """Device → dtype of the factors → operations per second. The device goes by the telling words of its name, in small letters."""
 
-_DTYPES: Mapping[str, str] = MappingProxyType(
-    {
-        "no": "float32",
-        "fp32": "float32",
-        "tf32": "float32",
-        "bf16": "bfloat16",
-        "fp16": "float16",
-        "fp8": "float8",
-        "mxfp8": "float8",
-    }
-)
+_NARROW = MappingProxyType({"bf16": "bfloat16", "fp16": "float16", "fp8": "float8", "mxfp8": "float8"})
+_DTYPES = MappingProxyType({"no": "float32", "fp32": "float32", "tf32": "float32", **_NARROW})
 
 
 def peak_flops(device: torch.device, mixed_precision: str) -> float | None:

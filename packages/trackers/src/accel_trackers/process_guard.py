@@ -85,42 +85,38 @@ class _Process:
         self._inside = 0
         self._before: dict[Any, Any] = {}
 
-    def enter(self) -> None:
+    @contextlib.contextmanager
+    def kept(self, wanted: Collection[tuple[Any, str]] = (), *, streams: bool = False) -> Iterator[None]:
+        """A context that undoes a service's changes to the process.
+
+        They concern its end, its imports, the start method of `multiprocessing`, and levels of loggers.
+
+        Args:
+            wanted: of `HOOKS`, what is left to the service, because the user wants what it does there.
+            streams: whether standard output and error are put back too.
+        """
         with self._lock:
             self._inside += 1
             if self._inside == 1:
                 self._before = {place: getattr(*place) for place in (*HOOKS, *STREAMS)}
                 self._before |= {name: logging.getLogger(name).level for name in LOGGERS}
                 self._before["start method"] = multiprocessing.get_start_method(allow_none=True)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._inside -= 1
+                self._put_back(wanted, HOOKS + (STREAMS if streams else ()))
 
-    def leave(self, wanted: Collection[tuple[Any, str]], streams: bool) -> None:
-        with self._lock:
-            self._inside -= 1
-            for place in HOOKS + (STREAMS if streams else ()):
-                if place in wanted:
-                    self._before[place] = getattr(*place)  # also for those that leave later
-                setattr(*place, self._before[place])
-            for name in LOGGERS:
-                logging.getLogger(name).setLevel(self._before[name])
-            if multiprocessing.get_start_method(allow_none=True) != self._before["start method"]:
-                multiprocessing.set_start_method(self._before["start method"], force=True)
+    def _put_back(self, wanted: Collection[tuple[Any, str]], places: Collection[tuple[Any, str]]) -> None:
+        for place in places:
+            if place in wanted:
+                self._before[place] = getattr(*place)  # also for those that leave later
+            setattr(*place, self._before[place])
+        for name in LOGGERS:
+            logging.getLogger(name).setLevel(self._before[name])
+        if multiprocessing.get_start_method(allow_none=True) != self._before["start method"]:
+            multiprocessing.set_start_method(self._before["start method"], force=True)
 
 
-_PROCESS = _Process()
-
-
-@contextlib.contextmanager
-def process_kept(wanted: Collection[tuple[Any, str]] = (), *, streams: bool = False) -> Iterator[None]:
-    """A context that undoes a service's changes to the process.
-
-    They concern its end, its imports, the start method of `multiprocessing`, and levels of loggers.
-
-    Args:
-        wanted: of `HOOKS`, what is left to the service, because the user wants what it does there.
-        streams: whether standard output and error are put back too.
-    """
-    _PROCESS.enter()
-    try:
-        yield
-    finally:
-        _PROCESS.leave(wanted, streams)
+process_kept = _Process().kept

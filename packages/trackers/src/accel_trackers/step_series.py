@@ -20,6 +20,13 @@ def unmarked(name: str) -> str:
     return name.translate(dict.fromkeys(map(ord, MARKS), "_"))
 
 
+def kind_of(value: object) -> str:
+    """The kind of a value that is logged: "number", "text", or the class of a service's own object."""
+    if isinstance(value, (int, float)):
+        return "number"
+    return "text" if isinstance(value, str) else type(value).__name__.lower()
+
+
 class Series:
     """The series of each name: a value of a passed step goes to a further one, and is not dropped.
 

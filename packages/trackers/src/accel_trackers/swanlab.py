@@ -15,7 +15,7 @@ from accel_core import RecordRefusedError, TrackedRun
 from accel_trackers.name_limits import Names
 from accel_trackers.process_guard import check_options, process_kept
 from accel_trackers.service import Service
-from accel_trackers.step_series import Series, marked, unmarked
+from accel_trackers.step_series import Series, kind_of, marked, unmarked
 
 if TYPE_CHECKING:
     import torch
@@ -125,11 +125,10 @@ class SwanLab(Service):
 
     def log(self, values: Mapping[str, Any], step: int, **options: Any) -> None:
         _refuse(options)
-        placed = {}
-        for name, value in values.items():
-            kind = "number" if isinstance(value, (int, float)) else type(value).__name__.lower()
-            kind = "text" if isinstance(value, str) else kind
-            placed[self._place(name, kind, step)] = self._module.Text(value) if isinstance(value, str) else value
+        placed = {
+            self._place(name, kind_of(value), step): self._module.Text(value) if isinstance(value, str) else value
+            for name, value in values.items()
+        }
         self._run.log(placed, step=step)
 
     def records(self, value: object) -> bool:
