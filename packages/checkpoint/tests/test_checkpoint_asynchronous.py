@@ -6,6 +6,7 @@ import gc
 import os
 import resource
 import signal
+import subprocess
 import sys
 import threading
 from contextlib import contextmanager
@@ -529,6 +530,19 @@ def ending_while_another_is_stuck(folder):
     run.accelerator.save_state(folder, asynchronous=True)
 
 
+def ending_while_the_machine_stands_still(folder):
+    """Longer than ranks wait for each other's files; the part of rank 1 is written right after that."""
+    background.ORPHANED = 3.0
+    run = Run()
+    ranks = " ".join(map(str, run.accelerator.gather(torch.tensor([os.getpid()])).tolist()))
+    if run.accelerator.process_index == 1:
+        go_on = threading.Event()
+        threading.Timer(2.0, go_on.set).start()
+        threading.setprofile(lambda *_: go_on.wait())
+        subprocess.Popen(["sh", "-c", f"sleep 1; kill -STOP {ranks}; sleep 4; kill -CONT {ranks}"])
+    run.accelerator.save_state(folder, asynchronous=True)
+
+
 def ending(folder, mode, how):
     """A process that ends right after a save; the accelerator dies with the function, or with the process."""
     run = Run(256)
@@ -562,6 +576,11 @@ class TestExits:
             "The training ended, and the parts of ranks [1] were not written: for 1 s none of their files grew" in found
         )
         assert is_complete(tmp_path / "a"), "the one before"
+
+    def test_a_machine_that_stands_still_while_processes_end_loses_no_save(self, tmp_path, capsys):
+        run_ranks(ending_while_the_machine_stands_still, 2, str(tmp_path / "a"))
+        assert "was not saved" not in capsys.readouterr().out
+        assert is_complete(tmp_path / "a")
 
     def test_a_rank_that_raises_right_after_a_save_has_written_its_part(self, tmp_path):
         with pytest.raises(RanksFailed) as caught:

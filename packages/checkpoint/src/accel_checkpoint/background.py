@@ -129,8 +129,8 @@ class _Save:
         self._unpublished: Exception | None = None  # why the whole is not there
         self._told = threading.Event()
         self._abandoned = False
-        self._seen: dict[str, tuple[int, int]] = {}  # files of the others, and until when they may stay as they are
-        self._deadline = 0.0
+        self._seen: dict[str, tuple[int, int]] = {}  # files of the others, and for how long they have been as they are
+        self._quiet = 0.0
         self._thread: threading.Thread | None = None
 
     def begin(self, job: Job, staging: Staging, mode: Mode) -> None:
@@ -339,9 +339,10 @@ class _Save:
             return False
         with os.scandir(self._data) as entries:
             found = {entry.name: ((stat := entry.stat()).st_size, stat.st_mtime_ns) for entry in entries}
-        if found != self._seen:
-            self._seen, self._deadline = found, time.monotonic() + ORPHANED
-        return time.monotonic() > self._deadline
+        # Looks are counted, not the clock's seconds: where the machine stood still, the others wrote nothing either.
+        self._quiet = self._quiet + _POLL if found == self._seen else 0.0
+        self._seen = found
+        return self._quiet > ORPHANED
 
     def _message(self, rank: int, word: str) -> Path:
         return self._data / f"rank-{rank:05d}.{word}.json"

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,9 @@ import torch.distributed as dist
 from side_by_side import side_by_side
 
 from accel_core import Accelerator, CollectiveMismatchError, InitProcessGroupKwargs, World, WorldError
+from accel_core.processes.watch import monitor
 from accel_core.processes.watch.monitor import Watch
+from accel_core.processes.watch.status_store import StatusStore
 from accel_testing import RanksFailed, live_objects, run_ranks
 from accel_testing.ranks import RankReport
 
@@ -117,6 +120,7 @@ def launches(request: pytest.FixtureRequest, folder: Path) -> Launches:
             },
             be_slow: run(be_slow, 3),
             be_suspended: run(be_suspended, 2, folder),
+            be_stopped_after_a_late_start: run(be_stopped_after_a_late_start, 2),
             **{(exit_quietly, call): run(train, 2, exit_quietly, 1, call) for call in IN},
             hold_the_interpreter: run(hold_the_interpreter, 2),
             end_while_others_save: run(end_while_others_save, 2),
@@ -270,6 +274,25 @@ def be_suspended(folder: Path) -> list[float]:
 
 def test_job_that_was_suspended_as_a_whole_goes_on(launches: Launches) -> None:
     assert launches[be_suspended].result() == [[0.0, 1.0]] * 2
+
+
+def be_stopped_after_a_late_start() -> None:
+    """Rank 0, which hosts the store, stands still before it announces its process, and later for good."""
+    monitor.MEETING, introduce = timedelta(seconds=0.2), StatusStore.introduce
+    if os.environ["RANK"] == "0":
+        StatusStore.introduce = lambda *those: (time.sleep(2), introduce(*those))[1]  # type: ignore[method-assign]
+    accelerator = Accelerator(cpu=True)
+    accelerator.wait_for_everyone()
+    time.sleep(3)
+    if accelerator.process_index == 0:
+        be_stopped()
+    accelerator.wait_for_everyone()
+
+
+def test_host_of_the_store_that_was_late_is_seen_to_be_stopped(launches: Launches) -> None:
+    _, report = reports_of(launches[be_stopped_after_a_late_start])
+    assert report.exit_code == 1, str(report)
+    assert "was stopped (SIGSTOP, or a debugger)" in said_by(report)
 
 
 def mismatch(kind: str) -> str:

@@ -68,7 +68,8 @@ class Watch:
         number = store.add(f"accel/watches/{rank}", 1)
         self._board = StatusStore(dist.PrefixStore(f"accel/watch/{number}", _connected_anew(store)), rank)
         self._board.introduce(Process.current())
-        self._host = None if hosted or rank == 0 else self._board.process(0, MEETING)
+        self._asks_rank_0 = not hosted and rank != 0  # which hosts the store
+        self._host = self._board.process(0, MEETING) if self._asks_rank_0 else None
         self._processes: dict[int, Process] = {}
         self._asked = 0  # how often somebody had asked at the last look
         self._wait: object = None  # what this rank waited for at the last look
@@ -174,6 +175,8 @@ class Watch:
             self._store_is_lost = True
 
     def _look_around(self, report: Report) -> None:
+        if self._asks_rank_0:  # it may have announced itself later, for its machine stood still
+            self._host = self._host or self._process(0)
         if not threading.main_thread().is_alive() and not report.left and not self._status.goes_on():
             self._last_words(report)
             return
