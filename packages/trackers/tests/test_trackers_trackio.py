@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 import sys
 import threading
 from pathlib import Path
@@ -193,3 +194,28 @@ def test_it_is_usable_exactly_where_trackio_is_installed(monkeypatch):
     assert Trackio.unusable() is None
     monkeypatch.setattr("accel_trackers.service.find_spec", lambda name: None)
     assert Trackio.unusable() == f"trackio is not installed. {how_to_install('accel-trackers[trackio]')}"
+
+
+def test_a_database_that_cannot_be_read_for_a_moment_does_not_end_the_recording(project, monkeypatch):
+    """On a full disk Trackio warns, drops what it could not write, and goes on; so does the tracker, which waits for that once."""
+    from trackio.sqlite_storage import SQLiteStorage
+
+    answers: list[int | Exception] = [0, sqlite3.OperationalError("disk I/O error")]
+
+    def count(*_: object, **__: object) -> int:
+        answer = answers.pop() if len(answers) > 1 else answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    tracker = Trackio()
+    tracker.start(TrackedRun(project, "run-1", {}))
+    tracker.log({"loss": 1.0}, 0)
+    with monkeypatch.context() as patched:
+        patched.setattr(SQLiteStorage, "get_log_count", count)
+        tracker.flush()
+        patched.setattr("accel_trackers.trackio.PATIENCE", 0.1)
+        tracker.flush()
+        patched.setattr("accel_trackers.trackio.PATIENCE", 1000)
+        tracker.flush()
+    tracker.finish(failed=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 
 import pytest
 import torch
@@ -74,6 +75,43 @@ def test_events_wait_while_the_disk_is_full_and_none_is_lost(record, caplog):
     assert found.numbers == {"loss": [(step, step / 2) for step in range(5)]}
     assert [(step, image.shape) for step, image in found.images["seen"]] == [(5, (20, 20, 1))]
     assert waits(caplog) == 1
+
+
+@needs("dvclive")
+def test_rows_of_dvclive_wait_while_the_disk_is_full_and_are_whole(tmp_path, monkeypatch, caplog):
+    from dvclive import Live
+    from dvclive.plots.metric import Metric
+
+    monkeypatch.setattr("accel_trackers.waiting_file._TRY_AGAIN_AFTER", 0.01)
+    monkeypatch.chdir(tmp_path)  # from which DVCLive looks for a repository
+    dump, make_summary, failures = Metric.dump, Live.make_summary, {0: 2, 3: 1, "summary": 1}
+
+    def full(what):
+        failures[what] = failures.get(what, 0) - 1
+        return failures[what] >= 0
+
+    def dump_in_part(metric, value, **options):
+        if full(metric.step):
+            metric.output_path.write_text((metric.output_path.read_text() if metric.step else "") + "3\t1.")
+            raise OSError(errno.ENOSPC, "No space left on device")
+        dump(metric, value, **options)
+
+    def summarize(live):
+        if full("summary"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        make_summary(live)
+
+    monkeypatch.setattr(Metric, "dump", dump_in_part)
+    monkeypatch.setattr(Live, "make_summary", summarize)
+    accelerator = Accelerator(cpu=True, log_with="dvclive", project_dir=tmp_path)
+    accelerator.init_trackers("project")
+    for step in range(5):
+        accelerator.log({"loss": step / 2}, step=step)
+    accelerator.end_training()
+    (file,) = tmp_path.rglob("loss.tsv")
+    assert file.read_text().splitlines() == ["step\tloss", "0\t0.0", "1\t0.5", "2\t1.0", "3\t1.5", "4\t2.0"]
+    assert json.loads((file.parents[2] / "metrics.json").read_text()) == {"loss": 2.0, "step": 4}
+    assert waits(caplog) == 3  # for two rows and the summary
 
 
 def test_other_errors_of_the_disk_are_raised(tmp_path):

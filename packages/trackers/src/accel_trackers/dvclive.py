@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +15,7 @@ from accel_trackers.name_limits import Names, short
 from accel_trackers.process_guard import process_kept, shared_options
 from accel_trackers.service import Service
 from accel_trackers.step_series import Series, marked, unmarked
+from accel_trackers.waiting_file import when_there_is_space
 
 if TYPE_CHECKING:
     import torch
@@ -123,7 +126,7 @@ class DVCLive(Service):
             folder = self._folder(name, "images", step)
             for index, image in enumerate(images):
                 place = marked(folder, f"image {index}") if index else folder
-                self._run.log_image(f"{place}/{step}.png", image.squeeze(2).numpy())
+                self._write(partial(self._run.log_image, f"{place}/{step}.png", image.squeeze(2).numpy()))
 
     def log_table(self, name: str, table: Table, step: int, **options: Any) -> None:
         """See `Tracker.log_table`. The data of a plot: by default the first column is the x axis.
@@ -149,10 +152,13 @@ class DVCLive(Service):
 
     def flush(self) -> None:
         """Brings the summary of the latest values up to date; all else is in the files at once."""
-        self._run.sync()
+        self._write(self._run.sync)
 
     def finish(self, failed: bool) -> None:  # noqa: ARG002 - DVC knows no failed experiments
-        self._run.end()
+        self._write(self._run.end)
+
+    def _write(self, write: Callable[[], None]) -> None:
+        when_there_is_space(write, self._run.dir)
 
     def _options_of_record(self, options: Mapping[str, Any]) -> list[dict[str, Any]]:
         calls = {self._run.log_metric: ("name", "val"), self._run.log_plot: ("name", "datapoints")}
@@ -160,7 +166,7 @@ class DVCLive(Service):
 
     def _plot(self, name: str, step: int, rows: list[dict[str, Any]], options: Mapping[str, Any]) -> None:
         self._run.step = step
-        self._run.log_plot(f"{self._folder(name, 'plot', step)}/{step}", rows, **options)
+        self._write(partial(self._run.log_plot, f"{self._folder(name, 'plot', step)}/{step}", rows, **options))
 
     def _folder(self, name: str, kind: str, step: int) -> str:
         file = self._names.of(name)
@@ -169,14 +175,21 @@ class DVCLive(Service):
     def _log(self, name: str, value: Any, options: Mapping[str, Any]) -> None:
         summary = self._run.summary
         if _fits(summary, name.split("/")):
-            self._run.log_metric(name, value, **options)
+            self._append(name, value, options)
             return
         # The summary is a nested dict, where "a" and "a/b" exclude each other. The files do not.
         self._run.summary = {}
         try:
-            self._run.log_metric(name, value, **options)
+            self._append(name, value, options)
         finally:
             self._run.summary = {**summary, name + "/" * (name in summary): value}
+
+    def _append(self, name: str, value: Any, options: Mapping[str, Any]) -> None:
+        """Has a row written, whole: DVCLive would leave a part of it where the disk is full, and add to that."""
+        file = Path(self._run.plots_dir, "metrics", f"{name}.tsv")
+        size = file.stat().st_size if file.exists() else 0
+        undo = partial(os.truncate, file, size) if size else partial(file.unlink, missing_ok=True)
+        when_there_is_space(partial(self._run.log_metric, name, value, **options), file, undo)
 
 
 @contextlib.contextmanager

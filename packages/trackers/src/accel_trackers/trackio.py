@@ -6,6 +6,7 @@ import contextlib
 import contextvars
 import logging
 import os
+import sqlite3
 import sys
 import tempfile
 import time
@@ -73,7 +74,7 @@ class Trackio(Service):
             "embed": False,
         }
         self._dir = dir
-        self._records = 0
+        self._records = self._missing = 0
 
     def start(self, run: TrackedRun) -> None:
         trackio = _imported(self._dir)
@@ -127,8 +128,13 @@ class Trackio(Service):
     def flush(self) -> None:
         """See `Tracker.flush`. Trackio has no call for it: this waits for its thread."""
         deadline = time.monotonic() + PATIENCE
-        while (stored := self._stored()) is not None and stored < self._records and time.monotonic() < deadline:
-            time.sleep(0.05)
+        with contextlib.suppress(
+            sqlite3.Error
+        ):  # of a full disk Trackio has warned, and it records again when there is space
+            while (stored := self._stored()) is not None and stored + self._missing < self._records:
+                if time.monotonic() > deadline:
+                    self._missing = self._records - stored  # it may have dropped them: they are waited for once
+                time.sleep(0.05)
 
     def finish(self, failed: bool) -> None:  # noqa: ARG002  (Trackio does not tell how a run ended)
         with _silent():

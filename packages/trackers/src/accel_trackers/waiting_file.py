@@ -1,12 +1,14 @@
-"""A file whose writer waits while the disk is full: it may be full for a moment, and the run goes on."""
+"""Writers that wait while the disk is full: it may be full for a moment, and the run goes on."""
 
 from __future__ import annotations
 
 import errno
 import logging
 import time
+from collections.abc import Callable
+from functools import partial
 from io import FileIO
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -17,22 +19,34 @@ _TRY_AGAIN_AFTER = 5.0  # seconds
 logger = logging.getLogger(__name__)
 
 
+T = TypeVar("T")
+
+
+def when_there_is_space(write: Callable[[], T], name: object, undo: Callable[[], object] = lambda: None) -> T:
+    """Calls `write`, which writes the file or folder `name`; while the disk is full, waits, and calls it again.
+
+    `undo` takes back what a call has written that failed.
+    """
+    was_told = False
+    while True:
+        try:
+            return write()
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            if not was_told:
+                logger.warning("%s: %s. Records wait until there is space; make room for them.", name, error.strerror)
+            was_told = True
+            undo()
+            time.sleep(_TRY_AGAIN_AFTER)
+
+
 class WaitingFile(FileIO):
     """A file without a buffer. `write` returns when all is written; while the disk is full, it waits."""
 
     def write(self, content: ReadableBuffer, /) -> int:
         """Writes all of it, and returns its length in bytes."""
-        rest, was_told = memoryview(content), False
-        while rest:
-            try:
-                rest = rest[super().write(rest) :]  # a part of it, if there is no space for more
-            except OSError as error:
-                if error.errno not in _FULL:
-                    raise
-                if not was_told:
-                    logger.warning(
-                        "%s: %s. Records wait until there is space; make room for them.", self.name, error.strerror
-                    )
-                was_told = True
-                time.sleep(_TRY_AGAIN_AFTER)
+        rest = memoryview(content)
+        while rest:  # a part of it is written, if there is no space for more
+            rest = rest[when_there_is_space(partial(super().write, rest), self.name) :]
         return memoryview(content).nbytes
