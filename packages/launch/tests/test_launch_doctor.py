@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import socket
@@ -12,6 +13,7 @@ import time
 from typing import Any
 
 import pytest
+from torch.distributed import PrefixStore
 
 from accel_core import NotInstalledError
 from accel_core.api.component import how_to_install
@@ -20,6 +22,7 @@ from accel_launch.checking import doctor_doors, doctor_facts, doctor_findings, d
 from accel_launch.checking.doctor_findings import examine
 from accel_launch.commands import doctor
 from accel_launch.commands.doctor import main
+from accel_testing import run_ranks
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -88,6 +91,26 @@ def test_two_processes_are_examined_for_real(tmp_path, monkeypatch):
         assert "step" not in each
         assert each["group"]["GB/s"] > 0
         assert {"python", "torch", "accel-core", "accel-launch"} <= each["versions"].keys()
+
+
+def examine_beside_a_rank_that_stands_still(moments: tuple[str, ...]) -> int:
+    os.environ["ACCELERATE_USE_CPU"] = "1"
+    if os.environ["RANK"] == "1":
+        write = PrefixStore.set
+
+        def write_late(store: PrefixStore, name: str, value: str) -> None:
+            if name.startswith(moments):
+                time.sleep(6)
+            write(store, name, value)
+
+        PrefixStore.set = write_late  # type: ignore[method-assign]
+    return doctor_job._examine_rank(argparse.Namespace(patience=60.0, launcher=os.getpid()), None)
+
+
+@pytest.mark.full
+def test_a_rank_that_stands_still_for_seconds_is_waited_for():
+    """Before it hands its report in, and before it says that it has read the verdict, for which rank 0 keeps the store."""
+    assert run_ranks(examine_beside_a_rank_that_stands_still, 2, ("report", "read"), timeout=80) == [0, 0]
 
 
 def test_healthy_reports_have_no_findings_and_make_a_page(capsys):
