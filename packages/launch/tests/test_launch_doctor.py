@@ -107,7 +107,6 @@ def examine_beside_a_rank_that_stands_still(moments: tuple[str, ...]) -> int:
     return doctor_job._examine_rank(argparse.Namespace(patience=60.0, launcher=os.getpid()), None)
 
 
-@pytest.mark.full
 def test_a_rank_that_stands_still_for_seconds_is_waited_for():
     """Before it hands its report in, and before it says that it has read the verdict, for which rank 0 keeps the store."""
     assert run_ranks(examine_beside_a_rank_that_stands_still, 2, ("report", "read"), timeout=80) == [0, 0]
