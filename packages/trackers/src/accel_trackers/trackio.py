@@ -128,9 +128,8 @@ class Trackio(Service):
     def flush(self) -> None:
         """See `Tracker.flush`. Trackio has no call for it: this waits for its thread."""
         deadline = time.monotonic() + PATIENCE
-        with contextlib.suppress(
-            sqlite3.Error
-        ):  # of a full disk Trackio has warned, and it records again when there is space
+        # Of a full disk Trackio has warned, and it records again when there is space.
+        with contextlib.suppress(sqlite3.Error):
             while (stored := self._stored()) is not None and stored + self._missing < self._records:
                 if time.monotonic() > deadline:
                     self._missing = self._records - stored  # it may have dropped them: they are waited for once
