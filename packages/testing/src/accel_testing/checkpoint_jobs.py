@@ -18,10 +18,11 @@ from torch.nn import functional as F
 from accel_checkpoint import OF_THIS_PROCESS
 from accel_core import CheckpointError
 from accel_core.api.checkpoint import names_of
+from accel_core.api.component import to_device
 from accel_testing import models
 from accel_testing.models import FEATURES, LEARNING_RATE, State
 from accel_testing.shared_launch import Subject
-from accel_testing.strategy_jobs import fed, state_of
+from accel_testing.training import fed, state_of
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -123,9 +124,7 @@ class Session:
         """Trains on the batches with these numbers, which are the same on every rank."""
         for step in steps:
             with self.accelerator.accumulate(self.model):
-                x, y = (
-                    tensor.to(self.accelerator.device) for tensor in models.samples(step * models.ROWS, models.ROWS)
-                )
+                x, y = to_device(models.samples(step * models.ROWS, models.ROWS), self.accelerator.device)
                 self.accelerator.backward(F.mse_loss(self.model(x), y))
                 self.optimizer.step()
                 self.scheduler.step()

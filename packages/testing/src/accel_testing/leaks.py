@@ -52,18 +52,10 @@ def no_leaks(*, rng: bool = False, grace: float = 1.0) -> Iterator[None]:
     `rng`: the states of the random generators of Python, torch, and NumPy if it is imported, too.
     AssertionError names each thing, what it was and what it is.
     """
-    before, running = _settings(rng), _running()
+    before, running = settings_of_process(rng), running_now()
     yield
-    after = _settings(rng)
-    problems = [
-        f"{name} was {_shown(before, name)} and is {_shown(after, name)}"
-        for name in {**before, **after}
-        if not _same(before.get(name), after.get(name))
-    ]
-    deadline = time.monotonic() + grace
-    while (left := _running() - running) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    problems += [f"{item} is still running" for item in sorted(left)]
+    problems = [f"{name} was {old} and is {new}" for name, old, new in changes(before, settings_of_process(rng))]
+    problems += [f"{item} is still running" for item in left_running(running, grace)]
     if problems:
         raise AssertionError("The body was to leave the process as it was, but it left traces:\n" + "\n".join(problems))
 
@@ -91,7 +83,7 @@ def assert_dies(factory: Callable[[], object]) -> None:
         )
 
 
-def _settings(rng: bool) -> dict[str, Any]:
+def settings_of_process(rng: bool) -> dict[str, Any]:
     """The settings of the process that are compared, by their names in messages."""
     settings: dict[str, Any] = {
         f"os.environ[{name!r}]": value for name, value in os.environ.items() if name not in (_OF_PYTEST | _OF_TORCH)
@@ -122,8 +114,12 @@ def _handler(number: signal.Signals) -> object:
     return signal.SIG_DFL if getattr(handler, "__module__", None) in _SIGNAL_USERS else handler
 
 
-def _shown(settings: dict[str, Any], name: str) -> str:
-    return f"{settings[name]!r:.200}" if name in settings else "absent"
+def changes(before: dict[str, Any], after: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """The settings that differ: name, and what it was and is, as texts."""
+    for name in {**before, **after}:
+        if not _same(before.get(name), after.get(name)):
+            old, new = (f"{each[name]!r:.200}" if name in each else "absent" for each in (before, after))
+            yield name, old, new
 
 
 def _same(before: object, now: object) -> bool:
@@ -132,7 +128,15 @@ def _same(before: object, now: object) -> bool:
     return bool(before == now)
 
 
-def _running() -> set[str]:
+def left_running(before: set[str], grace: float) -> list[str]:
+    """The threads and child processes that have come since, and do not end within so many seconds."""
+    deadline = time.monotonic() + grace
+    while (left := running_now() - before) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return sorted(left)
+
+
+def running_now() -> set[str]:
     """Threads and child processes, by a text that identifies each."""
     threads = {f"thread {thread.name!r} ({thread.ident})" for thread in threading.enumerate()}
     return threads | {f"child process {pid}: {command}" for pid, command in _children()}

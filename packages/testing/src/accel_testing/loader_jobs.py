@@ -8,10 +8,8 @@ the public loop only.
 from __future__ import annotations
 
 import copy
-import gc
 import os
 import pickle
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler
 from accel_core import World, set_seed
 from accel_core.api.component import gather_objects
 from accel_testing import loader_data as data
-from accel_testing.shared_launch import Raised, Subject, tried
+from accel_testing.shared_launch import Raised, Subject, left_alive, tried
 
 if TYPE_CHECKING:
     from accel_core import Accelerator, Strategy
@@ -91,7 +89,16 @@ class Shuffled:
 
     def epoch(self) -> list[int]:
         """The next iteration, from its beginning to its end: what metrics count of it."""
-        return [sample for step in self.steps() for sample in step]
+        return counted_epoch(self.accelerator, self.loader)
+
+    def epochs(self, count: int = 2) -> list[list[int]]:
+        """The next iterations."""
+        return [self.epoch() for _ in range(count)]
+
+    def resumed(self, state: dict[str, Any]) -> list[list[int]]:
+        """The next two iterations after a state is loaded."""
+        self.loader.load_state_dict(state)
+        return self.epochs()
 
     def steps(self) -> list[list[int]]:
         """The next iteration, step by step."""
@@ -113,6 +120,11 @@ def counted(accelerator: Accelerator, batch: Any) -> list[int]:
     """The samples that metrics count of a batch of numbers, over all ranks."""
     found: list[int] = accelerator.gather_for_metrics(batch).tolist()
     return found
+
+
+def counted_epoch(accelerator: Accelerator, loader: Any) -> list[int]:
+    """The samples that metrics count in the next iteration of a loader."""
+    return [sample for batch in loader for sample in counted(accelerator, batch)]
 
 
 def local(loader: Any) -> list[list[int]]:
@@ -150,9 +162,7 @@ def _read(accelerator: Accelerator, case: data.Case) -> Reading:
     loader = accelerator.prepare(user_loader)
     length = len(loader)
     batches = local(loader)
-    found = None
-    if _agree(accelerator, len(batches)):
-        found = [sample for batch in loader for sample in counted(accelerator, batch)]
+    found = counted_epoch(accelerator, loader) if _agree(accelerator, len(batches)) else None
     return Reading(_shards(accelerator), batches, length, found)
 
 
@@ -160,14 +170,14 @@ def streams(subject: LoaderSubject) -> list[list[int]]:
     """An iterable dataset in two epochs, and one with fewer samples than a batch has rows."""
     accelerator = subject.reading()
     many, few = accelerator.prepare(*(DataLoader(data.Counting(samples), batch_size=4) for samples in (22, 3)))
-    return [[sample for batch in loader for sample in counted(accelerator, batch)] for loader in (many, many, few)]
+    return [counted_epoch(accelerator, loader) for loader in (many, many, few)]
 
 
 def growing(subject: LoaderSubject) -> list[list[int]]:
     """The samples counted over two epochs of a user's own batch sampler."""
     accelerator = subject.reading()
     loader = accelerator.prepare(DataLoader(data.Numbers(23), batch_sampler=data.GrowingBatches(23)))
-    return [[sample for batch in loader for sample in counted(accelerator, batch)] for _ in range(2)]
+    return [counted_epoch(accelerator, loader) for _ in range(2)]
 
 
 def orders(subject: LoaderSubject) -> dict[str, list[int]]:
@@ -177,7 +187,7 @@ def orders(subject: LoaderSubject) -> dict[str, list[int]]:
     run.loader.set_epoch(1)
     found |= {"set_epoch(1)": run.epoch(), "the epoch after set_epoch(1)": run.epoch()}
     second: Any = run.accelerator.prepare(DataLoader(data.Numbers(12 * subject.ranks), batch_size=4, shuffle=True))
-    found["epoch 0 of a second loader"] = [n for batch in second for n in counted(run.accelerator, batch)]
+    found["epoch 0 of a second loader"] = counted_epoch(run.accelerator, second)
     found["epoch 0 of another seed"] = Shuffled(subject, seed=SEED + 1).epoch()
     noisy = Shuffled(subject)
     for name in ("epoch 0 beside random draws", "epoch 1 beside random draws"):
@@ -188,8 +198,7 @@ def orders(subject: LoaderSubject) -> dict[str, list[int]]:
 
 def orders_in_teams(subject: LoaderSubject) -> list[list[int]]:
     """Two epochs of a shuffled loader, where the data are divided into fewer parts."""
-    run = Shuffled(subject, data.Teams())
-    return [run.epoch(), run.epoch()]
+    return Shuffled(subject, data.Teams()).epochs()
 
 
 def workers(subject: LoaderSubject) -> dict[str, list[list[int]]]:
@@ -199,12 +208,7 @@ def workers(subject: LoaderSubject) -> dict[str, list[list[int]]]:
         "2 workers": WORKERS,
         "2 persistent workers": {**WORKERS, "persistent_workers": True},
     }
-    found = {}
-    for way, options in ways.items():
-        run = Shuffled(subject, **options)
-        found[way] = [run.epoch(), run.epoch()]
-        del run  # and its workers
-    return found
+    return {way: Shuffled(subject, **options).epochs() for way, options in ways.items()}
 
 
 def draws(subject: LoaderSubject) -> dict[str, list[list[int]]]:
@@ -228,7 +232,7 @@ def samplers(subject: LoaderSubject) -> dict[str, list[list[int]] | Raised]:
     def read(sampler: Any) -> list[list[int]]:
         accelerator = subject.reading()
         loader = accelerator.prepare(DataLoader(numbers, batch_size=3, sampler=sampler))
-        return [[sample for batch in loader for sample in counted(accelerator, batch)] for _ in range(2)]
+        return [counted_epoch(accelerator, loader) for _ in range(2)]
 
     return {name: tried(partial(read, sampler)) for name, sampler in made.items()}
 
@@ -316,7 +320,7 @@ def surroundings(subject: LoaderSubject) -> dict[str, bool]:
 def windows(subject: LoaderSubject) -> dict[str, tuple[int, list[int]]]:
     """Of epochs with accumulation: their steps, and after how many of them windows closed."""
     found = {}
-    for name, inside in (("alone", _nothing), ("an evaluation inside", _evaluate), ("one left by break", _peek)):
+    for name, inside in (("alone", _nothing), ("an evaluation inside", local), ("one left by break", _peek)):
         accelerator = subject.reading(gradient_accumulation_steps=WINDOW)
         samples = 2 * STEPS * _shards(accelerator)
         loader = accelerator.prepare(DataLoader(data.Numbers(samples), batch_size=2))
@@ -334,11 +338,6 @@ def windows(subject: LoaderSubject) -> dict[str, tuple[int, list[int]]]:
 
 def _nothing(evaluation: Any) -> None:
     pass
-
-
-def _evaluate(evaluation: Any) -> None:
-    for _ in evaluation:
-        pass
 
 
 def _peek(evaluation: Any) -> None:
@@ -379,16 +378,14 @@ def _resumed(
     if limit is not None:
         first.epoch()
     before, state = first.left_after(limit or 0)
-    resumed = Shuffled(subject, samples=samples)
-    resumed.loader.load_state_dict(state)
-    return Resumption(epochs, 0 if limit is None else 1, before, [resumed.epoch(), resumed.epoch()], over)
+    after = Shuffled(subject, samples=samples).resumed(state)
+    return Resumption(epochs, 0 if limit is None else 1, before, after, over)
 
 
 def resumptions_again(subject: LoaderSubject) -> dict[str, Resumption]:
     """Several states taken of one epoch, the last of them after it was resumed inside."""
     samples = 16 * subject.ranks - 3
-    uninterrupted = Shuffled(subject, samples=samples)
-    epochs = [uninterrupted.epoch() for _ in range(4)]
+    epochs = Shuffled(subject, samples=samples).epochs(4)
     first, counts, states = Shuffled(subject, samples=samples), [], []
     for batch in first.loader:
         counts.append(counted(first.accelerator, batch))
@@ -404,37 +401,29 @@ def resumptions_again(subject: LoaderSubject) -> dict[str, Resumption]:
     }
     found = {}
     for when, (before, state) in taken.items():
-        resumed = Shuffled(subject, samples=samples)
-        resumed.loader.load_state_dict(state)
-        found[when] = Resumption(epochs, 0, before, [resumed.epoch(), resumed.epoch()], over=False)
-    first.loader.load_state_dict(states[0])
-    after = [first.epoch(), first.epoch()]
+        after = Shuffled(subject, samples=samples).resumed(state)
+        found[when] = Resumption(epochs, 0, before, after, over=False)
+    after = first.resumed(states[0])
     found["before others, and loaded where it was taken"] = Resumption(epochs, 0, counts[0], after, over=False)
     return found
 
 
 def resumption_with_workers(subject: LoaderSubject) -> Resumption:
     """A state that is taken while workers have fetched more than was yielded."""
-    uninterrupted = Shuffled(subject, samples=16 * subject.ranks)
-    epochs = [uninterrupted.epoch() for _ in range(4)]
-    first = Shuffled(subject, samples=16 * subject.ranks, **WORKERS)
+    samples = 16 * subject.ranks
+    epochs = Shuffled(subject, samples=samples).epochs(4)
+    first = Shuffled(subject, samples=samples, **WORKERS)
     before, state = first.left_after(1)
-    resumed = Shuffled(subject, samples=16 * subject.ranks)
-    resumed.loader.load_state_dict(state)
-    return Resumption(epochs, 0, before, [resumed.epoch(), resumed.epoch()], over=False)
+    return Resumption(epochs, 0, before, Shuffled(subject, samples=samples).resumed(state), over=False)
 
 
 def carried_states(subject: LoaderSubject) -> dict[str, Resumption]:
     """States that travel between runs whose data are divided into different numbers of parts."""
     found = {}
     for way, giver, taker in (("to more", data.Teams(), None), ("to fewer", None, data.Teams())):
-        uninterrupted = Shuffled(subject, taker)
-        epochs = [uninterrupted.epoch() for _ in range(4)]
-        first = Shuffled(subject, giver)
-        before, state = first.left_after(1)
-        resumed = Shuffled(subject, taker)
-        resumed.loader.load_state_dict(state)
-        found[way] = Resumption(epochs, 0, before, [resumed.epoch(), resumed.epoch()], over=False)
+        epochs = Shuffled(subject, taker).epochs(4)
+        before, state = Shuffled(subject, giver).left_after(1)
+        found[way] = Resumption(epochs, 0, before, Shuffled(subject, taker).resumed(state), over=False)
     return found
 
 
@@ -472,31 +461,25 @@ def copies(subject: LoaderSubject) -> dict[str, tuple[Any, list[list[int]]]]:
 
 def released(subject: LoaderSubject) -> list[str]:
     """The names of objects that outlive a run of two loaders, one of them left by break."""
+    return left_alive(partial(_read_and_left, subject))
+
+
+def _read_and_left(subject: LoaderSubject) -> dict[str, object]:
     accelerator = subject.reading()
     loader: Any = accelerator.prepare(DataLoader(data.Numbers(24), batch_size=2, shuffle=True))
     left: Any = accelerator.prepare(DataLoader(data.Numbers(24), batch_size=2, shuffle=True))
     local(loader)
-    for _ in left:
-        break
-    alive = {"the prepared loader": weakref.ref(loader), "a loader left by break": weakref.ref(left)}
-    alive |= {"its dataset": weakref.ref(loader.dataset)}
-    del loader, left, accelerator
-    gc.collect()
-    return [name for name, reference in alive.items() if reference() is not None]
+    _peek(left)
+    return {"the prepared loader": loader, "a loader left by break": left, "its dataset": loader.dataset}
 
 
 def broken(subject: LoaderSubject) -> tuple[list[list[int]], Raised | None]:
     """The batches that a rank reads of a dataset that raises, and the error in its loop."""
-    accelerator = subject.reading()
     dataset: Dataset[Any] = data.Breaking(8 * subject.ranks)
-    loader = accelerator.prepare(DataLoader(dataset, batch_size=2))
+    loader = subject.reading().prepare(DataLoader(dataset, batch_size=2))
     found: list[list[int]] = []
-    try:
-        for batch in loader:
-            found.append(batch.tolist())  # noqa: PERF401  (what came before the error is to be kept)
-    except Exception as error:  # noqa: BLE001  (whatever it is, is the fact)
-        return found, Raised.by(error)
-    return found, None
+    raised = tried(lambda: found.extend(batch.tolist() for batch in loader))  # keeps what came before the error
+    return found, raised
 
 
 LoaderJob = Callable[[LoaderSubject], Any]

@@ -317,11 +317,7 @@ class LoaderSuite(Suite):
 
     def test_nothing_is_kept_alive(self, world: int) -> None:
         """A loader and its dataset die with their last reference."""
-        for rank, alive in enumerate(self._facts(loader_jobs.released, world)):
-            require(
-                not alive,
-                f"After the last reference, {', '.join(alive)} still live on rank {rank}. Hold nothing in modules or classes.",
-            )
+        self._require_freed(loader_jobs.released, world)
 
     def test_an_error_of_the_dataset_reaches_the_loop(self, world: int) -> None:
         """On the rank whose samples could not be read, and with the dataset's own words."""

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from accel_core import AutocastKwargs, KwargsHandler, Precision, PrecisionPolicy, load_checkpoint_in_model
 from accel_core.api.checkpoint import has_state
+from accel_core.api.component import to_device
 from accel_testing import models, precision_models
 from accel_testing.precision_models import Pupil
 from accel_testing.precision_observations import (
@@ -36,7 +37,7 @@ from accel_testing.precision_observations import (
     Unscaled,
 )
 from accel_testing.shared_launch import Raised, Subject, left_alive, tried
-from accel_testing.strategy_jobs import fed, fits, gradients_of, state_of, whole
+from accel_testing.training import Training, fed, fits, gradients_of, state_of, whole
 
 if TYPE_CHECKING:
     from accel_core import Accelerator
@@ -71,7 +72,7 @@ class PrecisionSubject(Subject):
 PrecisionJob = Callable[[PrecisionSubject], Any]
 
 
-class Run:
+class Run(Training):
     """A prepared model with its optimizer and scheduler, and the steps of a training loop."""
 
     def __init__(
@@ -82,13 +83,12 @@ class Run:
         seed: int = 0,
         accelerator: Accelerator | None = None,
     ) -> None:
-        self.accelerator = accelerator or subject.accelerator(mixed_precision, gradient_accumulation_steps=steps)
-        self.shard = self.accelerator._layout.shard
-        self.user_model: Any = models.built(Pupil, seed)
-        optimizer = precision_models.sgd(self.user_model.parameters())
+        accelerator = accelerator or subject.accelerator(mixed_precision, gradient_accumulation_steps=steps)
+        model = models.built(Pupil, seed)
+        optimizer = precision_models.sgd(model.parameters())
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 - 0.01 * step)
-        self.model, self.optimizer = self.accelerator.prepare(self.user_model, optimizer)
-        self.scheduler = self.accelerator.prepare(scheduler)
+        super().__init__(accelerator, model, optimizer)
+        self.scheduler = accelerator.prepare(scheduler)
 
     @property
     def policy(self) -> PrecisionPolicy:
@@ -113,8 +113,7 @@ class Run:
 
     def part(self, micro_batch: int) -> models.Batch:
         """This shard's part of a global micro-batch, on the device."""
-        x, y = precision_models.part(micro_batch, self.shard)
-        return x.to(self.accelerator.device), y.to(self.accelerator.device)
+        return part_of(self.accelerator, micro_batch)
 
     def backward(self, micro_batch: int, overflows: bool = False) -> float:
         """Forward and backward; returns the loss. `overflows`: one gradient is inf on a shard."""
@@ -134,13 +133,11 @@ class Run:
         self.optimizer.zero_grad()
         return loss
 
-    def gradients(self) -> Gradients:
-        """See `gradients_of`."""
-        return gradients_of(self.accelerator, self.model)
 
-    def state(self) -> State:
-        """See `state_of`."""
-        return state_of(self.accelerator, self.model)
+def part_of(accelerator: Accelerator, micro_batch: int) -> models.Batch:
+    """The part of a global micro-batch that an Accelerator's shard reads, on its device."""
+    batch: models.Batch = to_device(precision_models.part(micro_batch, accelerator._layout.shard), accelerator.device)
+    return batch
 
 
 def described(subject: PrecisionSubject) -> Description:
@@ -162,9 +159,8 @@ def observed_evaluating(subject: PrecisionSubject) -> Observed:
     """The dtypes that a model meets that was prepared for evaluation only."""
     accelerator = subject.accelerator()
     model = accelerator.prepare_model(models.built(Pupil).eval(), evaluation_mode=True)
-    x, _ = precision_models.part(0, accelerator._layout.shard)
     with torch.no_grad():
-        return _observe(accelerator, model, x.to(accelerator.device), trains=False)
+        return _observe(accelerator, model, part_of(accelerator, 0)[0], trains=False)
 
 
 def _observe(accelerator: Accelerator, model: nn.Module, x: torch.Tensor, trains: bool) -> Observed:
@@ -376,7 +372,7 @@ def _still(subject: PrecisionSubject, order: str) -> list[str]:
         optimizer = accelerator.prepare(optimizer)
     before = state_of(accelerator, model)
     for step in range(2):
-        x, y = (tensor.to(accelerator.device) for tensor in precision_models.part(step, accelerator._layout.shard))
+        x, y = part_of(accelerator, step)
         accelerator.backward(F.mse_loss(model(x)["logits"].float(), y))
         optimizer.step()
         optimizer.zero_grad()
@@ -475,15 +471,7 @@ def released(subject: PrecisionSubject) -> list[str]:
 def _ended_run(subject: PrecisionSubject) -> dict[str, object]:
     run = Run(subject)
     run.step(0)
-    run.accelerator.end_training()
-    return {
-        "the Accelerator": run.accelerator,
-        "the precision": run.accelerator._parts.precision,
-        "the user's model": run.user_model,
-        "the prepared model": run.model,
-        "a parameter": next(iter(run.user_model.parameters())),
-        "the optimizer": run.optimizer,
-    }
+    return {**run.end(), "the precision": run.accelerator._parts.precision}
 
 
 # observed: first, for a strategy may refuse.

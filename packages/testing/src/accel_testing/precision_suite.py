@@ -26,9 +26,8 @@ The jobs of one strategy share one launch, for fresh ranks are what costs.
 
 from __future__ import annotations
 
-import pickle
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -37,16 +36,26 @@ import torch
 from accel_core import PrecisionPolicy
 from accel_testing import precision_jobs as jobs
 from accel_testing import precision_models as models
+from accel_testing.precision_comparison import (
+    by_shard,
+    check_travel,
+    compare_dtypes,
+    distance,
+    means,
+    names_of,
+    same,
+    shown,
+)
 from accel_testing.precision_jobs import PrecisionJob, PrecisionSubject
 from accel_testing.precision_observations import Refused
 from accel_testing.shared_launch import Raised, observe
 from accel_testing.strategy_suite import compare
-from accel_testing.suite import Suite, require
+from accel_testing.suite import Suite, require, require_travels
 
 if TYPE_CHECKING:
     from accel_core import Precision, Strategy
     from accel_testing.models import Gradients
-    from accel_testing.precision_observations import Observed, Trained
+    from accel_testing.precision_observations import Trained
 
 TOLERANCE = 1e-5
 """The largest relative error of full precision, over a few steps."""
@@ -127,13 +136,7 @@ class PrecisionSuite(Suite, _Declarations):
             f"{name}.strategies has {', '.join(twice)} twice. Give their functions names that tell them apart.",
         )
         for setting in settings:
-            try:
-                pickle.dumps(setting.strategy)
-            except (pickle.PicklingError, AttributeError, TypeError) as error:
-                raise AssertionError(
-                    f"{name}.strategies has {setting.strategy!r}, which cannot be sent to the ranks: {error}. Give the name of "
-                    f"an installed strategy, its class, or a function at the level of a module that returns one."
-                ) from error
+            require_travels(setting.strategy, "strategy", f"{name}.strategies")
 
     def test_the_policy_is_a_value(self, setting: Setting) -> None:
         """It is equal for precisions made in the same way, and for a copy, if not refused."""
@@ -175,20 +178,20 @@ class PrecisionSuite(Suite, _Declarations):
                 f"lacks names {setting} ({lacking}), and prepare() took the model on rank {rank}. Take the line out, or have the "
                 f"strategy raise a ValueError.",
             )
-            _compare_dtypes(fact, f"Under {setting} on rank {rank}")
-            _check_travel(fact, f"Under {setting} on rank {rank}")
+            compare_dtypes(fact, f"Under {setting} on rank {rank}")
+            check_travel(fact, f"Under {setting} on rank {rank}")
 
     def test_a_model_that_is_only_evaluated_obeys_the_policy(self, setting: Setting) -> None:
         """With `evaluation_mode=True` dtypes are those of training."""
         for rank, fact in enumerate(self._facts(jobs.observed_evaluating, setting)):
-            _compare_dtypes(fact, f"With evaluation_mode=True under {setting} on rank {rank}")
+            compare_dtypes(fact, f"With evaluation_mode=True under {setting} on rank {rank}")
 
     def test_evaluating_computes_what_training_computes(self, setting: Setting) -> None:
         """To the bit where nothing is dropped; with `evaluation_mode=True` within the tolerance."""
         for rank, (expected, found) in enumerate(self._facts(jobs.evaluated, setting)):
             for how, output in found.items():
                 tolerance = 0.0 if how.startswith("a trained") else self.gradient_tolerance
-                error = _distance(output, expected)
+                error = distance(output, expected)
                 require(
                     error <= tolerance,
                     f"What {how} made of a batch under no_grad() on rank {rank} is off by {error:.1e} from the forward of "
@@ -209,7 +212,7 @@ class PrecisionSuite(Suite, _Declarations):
         """With and without accumulation the loss falls, half as far at least as in float32."""
         for job, windows in ((jobs.trained, STEPWISE), (jobs.accumulated, WINDOWS)):
             facts = self._facts(job, setting)
-            found, count = _means(facts)[-1], facts[0].count
+            found, count = means(facts)[-1], facts[0].count
             untrained, expected = (models.reference_losses(windows, count, *rate)[-1] for rate in ((0.0,), ()))
             require(
                 found < (untrained + expected) / 2,
@@ -314,8 +317,8 @@ class PrecisionSuite(Suite, _Declarations):
                 continue
             before, second, first, after = fact.states
             finite = all(bool(torch.isfinite(tensor).all()) for state in after for tensor in state.values())
-            kept = _same(second[1], before[1]) and _same(first[0], second[0])
-            moved = not _same(after[0], first[0]) and not _same(after[1], first[1])
+            kept = same(second[1], before[1]) and same(first[0], second[0])
+            moved = not same(after[0], first[0]) and not same(after[1], first[1])
             require(
                 finite and kept and moved,
                 f"Of two optimizers the second one overflowed, then the first, then none. On rank {rank} the models are finite: "
@@ -341,7 +344,7 @@ class PrecisionSuite(Suite, _Declarations):
         for rank, (at, after, loaded, ended) in enumerate(self._facts(jobs.resumed, setting)):
             for when, found, expected in (("", loaded, at), (" and trained on", ended, after)):
                 require(
-                    found.scale == expected.scale and _same(found.remembered, expected.remembered),
+                    found.scale == expected.scale and same(found.remembered, expected.remembered),
                     f"What rank {rank} loaded{when} has the scale {found.scale:g} and the state {found.remembered}, expected "
                     f"{expected.scale:g} and {expected.remembered}. state_dict() gives all that a run changes, and "
                     f"load_state_dict() puts it back.",
@@ -360,7 +363,7 @@ class PrecisionSuite(Suite, _Declarations):
 
     def test_names_stay(self, setting: Setting) -> None:
         """Of parameters and of the state, whatever was converted."""
-        parameters, state = _names_of(models.Pupil())
+        parameters, state = names_of(models.Pupil())
         for rank, fact in enumerate(self._facts(jobs.named, setting)):
             require(
                 fact.parameters == parameters and fact.state in (state, []),
@@ -370,7 +373,7 @@ class PrecisionSuite(Suite, _Declarations):
 
     def test_a_model_without_the_casts_can_be_pickled(self, setting: Setting) -> None:
         """After `unwrap_model(model, keep_fp32_wrapper=False)`."""
-        _, state = _names_of(models.Pupil())
+        _, state = names_of(models.Pupil())
         for rank, fact in enumerate(self._facts(jobs.named, setting)):
             require(
                 fact.copied == ("Pupil", state),
@@ -415,16 +418,16 @@ class PrecisionSuite(Suite, _Declarations):
         """In one process, with full precision, and neither changes what the other computes."""
         facts = self._facts(jobs.side_by_side, setting)
         expected = models.reference_losses([[0], [1], [2]], facts[0].count)
-        found = _by_shard([(fact.index, fact.full) for fact in facts])
+        found = by_shard([(fact.index, fact.full) for fact in facts])
         for loss, other in zip(found, expected, strict=True):
             require(
                 abs(loss - other) <= TOLERANCE * other,
-                f"Beside this precision, full precision has the mean losses {_shown(found)}, expected {_shown(expected)}.",
+                f"Beside this precision, full precision has the mean losses {shown(found)}, expected {shown(expected)}.",
             )
         for rank, fact in enumerate(facts):
             require(
                 fact.beside == fact.alone,
-                f"Beside full precision the losses on rank {rank} are {_shown(fact.beside)}, and by itself {_shown(fact.alone)}. "
+                f"Beside full precision the losses on rank {rank} are {shown(fact.beside)}, and by itself {shown(fact.alone)}. "
                 f"Keep nothing in modules or classes.",
             )
 
@@ -432,7 +435,7 @@ class PrecisionSuite(Suite, _Declarations):
         """After `free_memory` it computes what a plain model computes with its weights."""
         for rank, fact in enumerate(self._facts(jobs.freed, setting)):
             if fact is not None:
-                error = _distance(*fact)
+                error = distance(*fact)
                 require(
                     error <= TOLERANCE,
                     f"What a model made of a batch after free_memory() on rank {rank} is off by {error:.1e} from what a plain model "
@@ -441,12 +444,7 @@ class PrecisionSuite(Suite, _Declarations):
 
     def test_nothing_is_kept_alive(self, setting: Setting) -> None:
         """All objects of a run that has ended are freed with its last reference."""
-        for rank, alive in enumerate(self._facts(jobs.released, setting)):
-            require(
-                not alive,
-                f"After end_training() and the last reference, {', '.join(alive)} still live on rank {rank}. Hold models "
-                f"weakly, and nothing in modules or classes.",
-            )
+        self._require_freed(jobs.released, setting)
 
     def _settings(self) -> list[Setting]:
         return [Setting(*pair) for pair in self.strategies if pair[1] in self.worlds]
@@ -471,11 +469,11 @@ class PrecisionSuite(Suite, _Declarations):
         return PrecisionSubject(setting.strategy, self.cpu, patience, type(self).precision, folder)
 
     def _compare_losses(self, facts: Sequence[Trained], expected: Sequence[float], what: str) -> None:
-        found = _means(facts)
+        found = means(facts)
         errors = [abs(loss - other) / other for loss, other in zip(found, expected, strict=True)]
         require(
             max(errors) <= self.tolerance,  # False for a nan too
-            f"The mean losses of {len(expected)} {what} are {_shown(found)}, in full precision {_shown(expected)}. The largest "
+            f"The mean losses of {len(expected)} {what} are {shown(found)}, in full precision {shown(expected)}. The largest "
             f"relative error is {max(errors):.1e}, and tolerance is {self.tolerance:g}.",
         )
 
@@ -484,7 +482,7 @@ class PrecisionSuite(Suite, _Declarations):
             found.keys() == expected.keys(), f"{what} there are gradients of {sorted(found)}, not {sorted(expected)}."
         )
         for name, gradient in expected.items():
-            error = _distance(found[name], gradient)
+            error = distance(found[name], gradient)
             factor = float(found[name].double().norm() / gradient.double().norm())
             require(
                 error <= self.gradient_tolerance,
@@ -499,76 +497,3 @@ class PrecisionSuite(Suite, _Declarations):
             f"{what} is {found:.6g}, in full precision {expected:.6g}: off by {error:.1e}, and gradient_tolerance is "
             f"{self.gradient_tolerance:g}. unscale_gradients() divides by what scale_loss() multiplied.",
         )
-
-
-def _compare_dtypes(fact: Observed, what: str) -> None:
-    for leaf, found, expected in _dtypes(fact):
-        require(
-            found == expected,
-            f"{what} {leaf}: {found}, expected {expected} by the policy ({fact.policy}).",
-        )
-
-
-def _dtypes(fact: Observed) -> Iterator[tuple[str, object, object]]:
-    """Triples of a description, the dtype that was met, and the dtype by the policy."""
-    policy = fact.policy
-    param = policy.param or torch.float32
-    yield "parameters are stored in", fact.parameters, {param}
-    for leaf, given in fact.given.items():
-        yield f"the first layer receives {leaf} in", fact.seen[leaf], _cast(given, policy.input)
-    yield "linear layers compute in", fact.seen["compute"], policy.compute or param
-    for leaf, made in fact.made.items():
-        yield f"the model returns {leaf} in", fact.returned[leaf], _cast(made, policy.output)
-    if fact.gradients:
-        yield "gradients are stored in", fact.gradients, {param}
-
-
-def _check_travel(fact: Observed, what: str) -> None:
-    """Gradients that were reduced in a narrow dtype fit it; the mean of unlike ones would not."""
-    stored, travelled = fact.policy.param or torch.float32, fact.policy.reduce or fact.policy.param or torch.float32
-    if fact.count == 1 or stored is not torch.float32:
-        return  # nothing travels, or nothing can be seen of it
-    holds = travelled in fact.travelled if travelled is not torch.float32 else not fact.travelled
-    require(
-        holds,
-        f"{what} gradients travelled in {fact.travelled or 'float32'}, expected {travelled} by the policy ({fact.policy}).",
-    )
-
-
-def _cast(given: torch.dtype, declared: torch.dtype | None) -> torch.dtype:
-    return declared if declared is not None and given.is_floating_point else given
-
-
-def _names_of(model: torch.nn.Module) -> tuple[list[str], list[str]]:
-    return [name for name, _ in model.named_parameters()], list(model.state_dict())
-
-
-def _means(facts: Sequence[Trained]) -> list[float]:
-    return _by_shard([(fact.index, fact.losses) for fact in facts])
-
-
-def _by_shard(losses: Sequence[tuple[int, Sequence[float]]]) -> list[float]:
-    """The mean over the shards; ranks of one shard have the same."""
-    of_shard = dict(losses)
-    return [sum(step) / len(of_shard) for step in zip(*of_shard.values(), strict=True)]
-
-
-def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    difference = (found.double() - expected.double()).norm()
-    return float(difference / expected.double().norm().clamp_min(1e-12))
-
-
-def _same(found: Any, expected: Any) -> bool:
-    if isinstance(expected, torch.Tensor):
-        return isinstance(found, torch.Tensor) and torch.equal(found, expected)
-    if isinstance(expected, dict):
-        return (
-            isinstance(found, dict)
-            and found.keys() == expected.keys()
-            and all(_same(found[name], value) for name, value in expected.items())
-        )
-    return bool(found == expected)
-
-
-def _shown(losses: Sequence[float]) -> str:
-    return "[" + ", ".join(f"{loss:.5f}" for loss in losses) + "]"

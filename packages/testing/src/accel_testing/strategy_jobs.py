@@ -2,9 +2,7 @@
 
 Jobs judge nothing; the suite compares their facts with a reference in the test's own process. A job
 is a function of a `Subject`, at the level of this module because it travels to the ranks by name,
-and uses the public loop only, but for two things that no test may depend on having installed: the
-shard is read off the Accelerator, and a stand-in for a loader feeds it, because the core has no
-loader for a larger world.
+and uses the public loop only, but for what `accel_testing.training` names.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,30 +19,27 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from accel_core import GradientAccumulationPlugin, Precision, PrecisionPolicy, Rows, World
-from accel_core.api.component import gather_objects
-from accel_core.api.layouts import Elementwise, GradientState, Partial
+from accel_core import GradientAccumulationPlugin, Precision, PrecisionPolicy, World
+from accel_core.api.component import to_device
 from accel_testing import models
 from accel_testing.models import Gradients, Net, State
 from accel_testing.shared_launch import Job, Raised, Subject, left_alive, tried
+from accel_testing.training import Training, fed, fits, state_of, whole
 
 if TYPE_CHECKING:
     from accel_core import Accelerator
 
 
-class Loop:
-    """A prepared model with its optimizer, and the steps of a training loop."""
+class Loop(Training):
+    """A prepared model, and the steps of a training loop."""
 
     def __init__(self, subject: Subject, net: Callable[[], nn.Module] = Net, seed: int = 0, **options: Any) -> None:
-        self.accelerator = subject.accelerator(**options)
-        self.shard = self.accelerator._layout.shard
-        self.user_model = models.built(net, seed)
-        self.model, self.optimizer = self.accelerator.prepare(self.user_model, models.sgd(_trained(self.user_model)))
+        model = models.built(net, seed)
+        super().__init__(subject.accelerator(**options), model, models.sgd(_trained(model)))
 
     def part(self, micro_batch: int) -> models.Batch:
         """This shard's part of a global micro-batch, on the device."""
-        x, y = models.part(micro_batch, self.shard)
-        return x.to(self.accelerator.device), y.to(self.accelerator.device)
+        return part_of(self.accelerator, micro_batch)
 
     def loss(self, micro_batch: int) -> torch.Tensor:
         """A forward: the mean over this shard's part of a global micro-batch."""
@@ -63,69 +58,11 @@ class Loop:
                 self.optimizer.step()
                 self.optimizer.zero_grad()
 
-    def gradients(self) -> Gradients:
-        """See `gradients_of`."""
-        return gradients_of(self.accelerator, self.model)
 
-    def state(self) -> State:
-        """See `state_of`."""
-        return state_of(self.accelerator, self.model)
-
-
-def fed(accelerator: Accelerator, batches: int) -> Iterator[int]:
-    """Stands in for a prepared loader: yields numbers, and reports as loaders do."""
-    passage = accelerator._feed.enter()
-    try:
-        for index in range(batches):
-            passage.advance(batches - index - 1, Rows(models.ROWS, models.ROWS))
-            yield index
-    finally:
-        passage.leave()
-
-
-def gradients_of(accelerator: Accelerator, model: nn.Module) -> Gradients:
-    """Copies of the gradients under the user's parameter names, whole.
-
-    A collective under strategies that say where gradients are.
-    """
-    state = accelerator._relay.gradient_state(accelerator.unwrap_model(model), model)
-    found: Gradients = {}
-    for name, terms in state.items():
-        for term in terms:
-            if isinstance(term, Partial):
-                found[name] = found.get(name, 0) + whole(term.data)
-    if accelerator._parts.activation.owners["gradient_state"] is not None:
-        for name, gradient in _assembled(accelerator, state).items():
-            found[name] = found.get(name, 0) + gradient
-    return found
-
-
-def _assembled(accelerator: Accelerator, state: GradientState) -> Gradients:
-    """The gradients that were sent, from the pieces of all ranks; this rank's have priority."""
-    mine = [
-        (name, term.shape, piece.box, whole(piece.data))
-        for name, terms in state.items()
-        for term in terms
-        if isinstance(term, Elementwise)
-        for piece in term.pieces
-    ]
-    ranks = gather_objects([mine], accelerator._world)
-    found: Gradients = {}
-    for name, shape, box, part in (part for parts in (*ranks, mine) for part in parts):
-        found.setdefault(name, torch.zeros(shape, dtype=part.dtype))[box.slices] = part
-    return found
-
-
-def state_of(accelerator: Accelerator, model: nn.Module) -> State:
-    """A copy of the state under the user's names; may be empty but on the main process."""
-    return {name: whole(value) for name, value in accelerator.get_state_dict(model).items()}
-
-
-def whole(tensor: Any) -> torch.Tensor:
-    """A copy in CPU memory, of a tensor in parts the whole."""
-    full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    copy: torch.Tensor = full.detach().to("cpu", copy=True)
-    return copy
+def part_of(accelerator: Accelerator, micro_batch: int) -> models.Batch:
+    """The part of a global micro-batch that an Accelerator's shard reads, on its device."""
+    batch: models.Batch = to_device(models.part(micro_batch, accelerator._layout.shard), accelerator.device)
+    return batch
 
 
 def _trained(model: nn.Module) -> list[nn.Parameter]:
@@ -277,8 +214,7 @@ def uneven_window(subject: Subject) -> tuple[int, Gradients, float]:
 
 
 def _forward_backward(loop: Loop, batches: Iterable[models.TokenBatch]) -> float:
-    device = loop.accelerator.device
-    placed = [tuple(tensor.to(device) for tensor in batch) for batch in batches]
+    placed = [to_device(batch, loop.accelerator.device) for batch in batches]
     return float(loop.accelerator.forward_backward(loop.model, placed, models.token_loss))
 
 
@@ -329,7 +265,7 @@ def _trained_after(order: str, subject: Subject) -> State:
         model = accelerator.prepare(model)
         optimizer, scheduler = accelerator.prepare(optimizer, scheduler)
     for step in range(2):
-        x, y = (tensor.to(accelerator.device) for tensor in models.part(step, accelerator._layout.shard))
+        x, y = part_of(accelerator, step)
         accelerator.backward(F.mse_loss(model(x), y))
         optimizer.step()
         scheduler.step()
@@ -346,7 +282,7 @@ def apart(subject: Subject) -> tuple[int, State | Raised]:
         parts = [models.sgd(part.parameters()) for part in (net.backbone, net.head)]
         model, *optimizers = accelerator.prepare(net, *parts)
         for step in range(2):
-            x, y = (tensor.to(accelerator.device) for tensor in models.part(step, accelerator._layout.shard))
+            x, y = part_of(accelerator, step)
             accelerator.backward(F.mse_loss(model(x), y))
             for optimizer in optimizers:
                 optimizer.step()
@@ -408,14 +344,13 @@ def adversaries(subject: Subject) -> tuple[int, dict[str, tuple[State, State]]]:
         generator, critic = models.built(Net), models.built(models.Critic, 1)
         generator, for_generator = first.prepare(generator, models.sgd(generator.parameters()))
         critic, for_critic = second.prepare(critic, models.sgd(critic.parameters()))
-        shard = first._layout.shard
         for step in range(2):
-            x, y = (tensor.to(first.device) for tensor in models.part(step, shard))
+            batch = part_of(first, step)
             models.adversarial_step(
-                (generator, critic), (for_generator, for_critic), (first.backward, second.backward), (x, y)
+                (generator, critic), (for_generator, for_critic), (first.backward, second.backward), batch
             )
         found[arrangement] = state_of(first, generator), state_of(second, critic)
-    return shard.count, found
+    return first._layout.shard.count, found
 
 
 def evaluated(subject: Subject) -> dict[str, torch.Tensor | None]:
@@ -515,11 +450,6 @@ def _dtypes(subject: Subject, policy: PrecisionPolicy) -> dict[str, torch.dtype]
     }
 
 
-def fits(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether a dtype holds all numbers of a tensor exactly."""
-    return torch.equal(tensor.to(dtype).to(tensor.dtype), tensor)
-
-
 def released(subject: Subject) -> list[str]:
     """The names of objects still alive after the end of a run and its last reference."""
     return left_alive(partial(_ended_run, subject))
@@ -528,15 +458,7 @@ def released(subject: Subject) -> list[str]:
 def _ended_run(subject: Subject) -> dict[str, object]:
     loop = Loop(subject)
     loop.train(2)
-    loop.accelerator.end_training()
-    return {
-        "the Accelerator": loop.accelerator,
-        "the strategy": loop.accelerator._parts.strategy,
-        "the user's model": loop.user_model,
-        "the prepared model": loop.model,
-        "a parameter": next(loop.user_model.parameters()),
-        "the optimizer": loop.optimizer,
-    }
+    return {**loop.end(), "the strategy": loop.accelerator._parts.strategy}
 
 
 _ALIVE: list[Loop] = []

@@ -291,12 +291,7 @@ class StrategySuite(Suite):
 
     def test_nothing_is_kept_alive(self, world: int) -> None:
         """All objects of a run that has ended are freed with its last reference."""
-        for rank, alive in enumerate(self._facts(strategy_jobs.released, world)):
-            require(
-                not alive,
-                f"After end_training() and the last reference, {', '.join(alive)} still live on rank {rank}. Hold models "
-                f"weakly, and nothing in modules or classes.",
-            )
+        self._require_freed(strategy_jobs.released, world)
 
     def test_the_process_exits_cleanly(self, world: int) -> None:
         """A script that ends with everything alive ends with status 0."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from accel_testing.ranks import RanksFailed
@@ -58,28 +58,14 @@ class Suite:
         cls, kind = type(self), self._examined
         suite = cls.__mro__[cls.__mro__.index(Suite) - 1]
         inherited = _members(suite) | _members(Suite)
-        overridden = sorted(
-            name for name in inherited - {*_SETTINGS, kind} if getattr(cls, name) is not getattr(suite, name)
-        )
-        require(
-            not overridden,
-            f"{cls.__name__} overrides {', '.join(overridden)} of {suite.__name__}, so what it proves is not the contract. "
-            f"Rename what is your own; declare what the {kind} cannot do: lacks = {{'test_…': 'the reason'}}.",
-        )
+        overridden = [name for name in inherited - {*_SETTINGS, kind} if getattr(cls, name) is not getattr(suite, name)]
         known = {case for test in inherited if test.startswith("test_") for case in self._names(test)}
-        unknown = sorted(set(self.lacks) - known)
-        require(
-            not unknown,
-            f"{cls.__name__}.lacks names {', '.join(unknown)}, which the suite does not have. Give the name of one of its "
-            f"tests, or a test and a world: 'test_…[2]'.",
-        )
-        silent = sorted(name for name, reason in self.lacks.items() if not reason.strip())
-        require(not silent, f"{cls.__name__}.lacks gives no reason for {', '.join(silent)}. Say why it cannot be done.")
+        require_declared(cls, suite, kind, overridden, known, ", or a test and a world: 'test_…[2]'")
         require(
             bool(self.worlds) and all(world > 0 for world in self.worlds),
             f"{cls.__name__}.worlds is {self.worlds!r}: give at least one number of ranks, such as (1, 2).",
         )
-        _check_travels(cls, kind)
+        require_travels(getattr(cls, kind), kind, f"{cls.__name__}.{kind}")
 
     def _names(self, test: str) -> list[str]:
         return [test, *(f"{test}[{world}]" for world in self.worlds)]
@@ -96,6 +82,15 @@ class Suite:
             require(not isinstance(fact, Raised), f"{job.__name__} raised on rank {rank}:\n{getattr(fact, 'text', '')}")
         return facts
 
+    def _require_freed(self, job: Callable[[Any], Any], world: Any) -> None:
+        """Fails unless the objects of a run that has ended are freed with its last reference."""
+        for rank, alive in enumerate(self._facts(job, world)):
+            require(
+                not alive,
+                f"After the end of a run and its last reference, {', '.join(alive)} still live on rank {rank}. Hold models and data "
+                f"weakly, and nothing in modules or classes.",
+            )
+
 
 _SETTINGS = ("worlds", "lacks", "cpu", "patience", "timeout", "_launches")
 
@@ -110,12 +105,36 @@ def _members(cls: type) -> set[str]:
     return {name for name in vars(cls) if not name.startswith("__")}
 
 
-def _check_travels(cls: type[Suite], kind: str) -> None:
-    examined = getattr(cls, kind)
+def require_declared(
+    cls: Any, suite: type, kind: str, overridden: Iterable[str], known: Iterable[str], more: str = ""
+) -> None:
+    """Fails unless nothing inherited is overridden, and what a subclass lacks are tests, with reasons."""
+    found = sorted(overridden)
+    require(
+        not found,
+        f"{cls.__name__} overrides {', '.join(found)} of {suite.__name__}, so what it proves is not the contract. "
+        f"Rename what is your own; declare what the {kind} cannot do: lacks = {{'test_…': 'the reason'}}.",
+    )
+    unknown = sorted({*cls.lacks} - {*known})
+    require(
+        not unknown,
+        f"{cls.__name__}.lacks names {', '.join(unknown)}, which the suite does not have. Give the name of one of its tests{more}.",
+    )
+    require_reasons(f"{cls.__name__}.lacks", cls.lacks)
+
+
+def require_reasons(where: str, reasons: Mapping[str, str]) -> None:
+    """Fails unless each of them has words."""
+    silent = sorted(name for name, reason in reasons.items() if not reason.strip())
+    require(not silent, f"{where} gives no reason for {', '.join(silent)}. Say why it cannot be done.")
+
+
+def require_travels(value: object, kind: str, where: str) -> None:
+    """Fails unless something can be pickled, as it is for the ranks."""
     try:
-        pickle.dumps(examined)
+        pickle.dumps(value)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise AssertionError(
-            f"{cls.__name__}.{kind} = {examined!r} cannot be sent to the ranks: {error}. Give the name of an installed {kind}, "
-            f"its class, or a function at the level of a module that returns one."
+            f"{where} has {value!r}, which cannot be sent to the ranks: {error}. Give the name of an installed {kind}, its class, or a "
+            f"function at the level of a module that returns one."
         ) from error

@@ -16,7 +16,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +26,7 @@ from typing import Any
 
 from accel_core import TrackedRun, Tracker
 from accel_testing import tracker_observations as given
-from accel_testing.leaks import _running, _same, _settings, _shown
+from accel_testing.leaks import changes, left_running, running_now, settings_of_process
 from accel_testing.shared_launch import Raised
 from accel_testing.tracker_observations import Facts, Recorded, Written
 
@@ -49,11 +48,10 @@ class Session:
         try:
             return self.thread.submit(lambda: [each(self.tracker) for each in calls][-1]).result()
         finally:
-            after = _process_state()
             self.facts.changed.setdefault(moment, []).extend(
-                f"{name} ({_shown(before, name)} → {_shown(after, name)})"
-                for name in {**before, **after}
-                if not _same(before.get(name), after.get(name)) and (name in before or not name.startswith(_LEVEL))
+                f"{name} ({old} → {new})"
+                for name, old, new in changes(before, _process_state())
+                if name in before or not name.startswith(_LEVEL)
             )
 
     def attempt(self, moment: str, *calls: Callable[[Tracker], Any]) -> Any:
@@ -81,7 +79,7 @@ class Scene:
 
     def observe(self) -> Facts:
         """Records the runs. Raises what the first `start` raises."""
-        running = _running()
+        running = running_now()
         with _stage() as (root, printed):
             run = TrackedRun("suite", "first-run", given.CONFIG)
             self._record_all(first := self._begin("start", root, run))
@@ -99,7 +97,7 @@ class Scene:
             if beside is not None:
                 self._end("beside", beside, failed=False)
             self._record_odd(root)
-            self.facts.changed["the end of all runs"] = _left(running)
+            self.facts.changed["the end of all runs"] = left_running(running, grace=2.0)
             self.facts.printed, self.facts.strays = printed.getvalue(), _strays(root)
         return self.facts
 
@@ -196,27 +194,17 @@ def _process_state() -> dict[str, Any]:
         importlib.import_module("numpy")  # its stream has to be there before a service brings it along
     loggers = {name: logging.getLogger(name) for name in _OTHERS} | logging.root.manager.loggerDict
     levels = {f"{_LEVEL}{name!r}": each.level for name, each in loggers.items() if isinstance(each, logging.Logger)}
-    return (
-        _settings(rng=True)
-        | levels
-        | {
-            "builtins.__import__": builtins.__import__,
-            "the start method of multiprocessing": multiprocessing.get_start_method(allow_none=True),
-            "sys.excepthook": sys.excepthook,
-            "sys.exit": sys.exit,
-            "sys.stdout": sys.stdout,
-            "sys.stderr": sys.stderr,
-            "warnings.filters": list(warnings.filters),
-        }
-    )
-
-
-def _left(before: set[str], grace: float = 2.0) -> list[str]:
-    """Threads and child processes that have come, and do not end within seconds."""
-    deadline = time.monotonic() + grace
-    while (left := _running() - before) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return sorted(left)
+    return {
+        **settings_of_process(rng=True),
+        **levels,
+        "builtins.__import__": builtins.__import__,
+        "the start method of multiprocessing": multiprocessing.get_start_method(allow_none=True),
+        "sys.excepthook": sys.excepthook,
+        "sys.exit": sys.exit,
+        "sys.stdout": sys.stdout,
+        "sys.stderr": sys.stderr,
+        "warnings.filters": list(warnings.filters),
+    }
 
 
 @contextlib.contextmanager

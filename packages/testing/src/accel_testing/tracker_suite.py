@@ -39,7 +39,7 @@ from accel_core import RecordRefusedError, Tracker
 from accel_core.api.launcher import find
 from accel_testing import tracker_observations as given
 from accel_testing.shared_launch import Raised
-from accel_testing.suite import require
+from accel_testing.suite import require, require_declared, require_reasons
 from accel_testing.tracker_comparison import (
     Same,
     alike,
@@ -78,21 +78,11 @@ class TrackerSuite(Declarations):
 
     def test_the_declarations_hold(self) -> None:
         """Tests are inherited, lacks have reasons, and there are a tracker and a reader."""
-        cls, tests = type(self), _tests()
+        cls = type(self)
         own = [name for name, member in vars(TrackerSuite).items() if inspect.isfunction(member)]
         overridden = [name for name in own if inspect.unwrap(getattr(cls, name)) is not vars(TrackerSuite)[name]]
-        require(
-            not overridden,
-            f"{cls.__name__} overrides {', '.join(overridden)} of TrackerSuite, so what it proves is not the contract. Rename what "
-            f"is your own; declare what the tracker cannot do: lacks = {{'test_…': 'the reason'}}.",
-        )
-        unknown = sorted(set(cls.lacks) - (set(tests) - {"test_the_declarations_hold"}))
-        require(
-            not unknown,
-            f"{cls.__name__}.lacks names {', '.join(unknown)}, which the suite does not have. Give the name of one of its tests.",
-        )
-        silent = sorted(name for name, why in {**cls.lacks, **cls.leaves_behind}.items() if not why.strip())
-        require(not silent, f"{cls.__name__} gives no reason for {', '.join(silent)}. Say why it cannot be done.")
+        require_declared(cls, TrackerSuite, "tracker", overridden, {*_tests()} - {"test_the_declarations_hold"})
+        require_reasons(f"{cls.__name__}.leaves_behind", cls.leaves_behind)
         require(
             cls.precision in {"float64", "float32"},
             f"{cls.__name__}.precision is {cls.precision!r}: give 'float64' or 'float32'.",
