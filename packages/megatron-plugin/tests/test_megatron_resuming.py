@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
+import megatron_cpu
 import pytest
-from megatron_jobs import MESHES, reference, resume, save
+import torch
+from megatron_jobs import MESHES, batches, gpt, inputs, loss_fn, reference, resume, save
 
+from accel_core import Accelerator
+from accel_megatron import Megatron
 from accel_testing import run_ranks
 
 HALF = 3
@@ -53,3 +57,33 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_ended(first, second, folder):
         assert own == pytest.approx(losses[:HALF], rel=1e-5)
     for own in run_ranks(resume, world_of(second), second, HALF, f"{folder}/{first}"):
         assert own == pytest.approx(losses[HALF:], rel=1e-5)
+
+
+def train_with_frozen_embeddings(steps, saved_to=None, loaded_from=None, **mesh):
+    """Losses of steps in bfloat16 with masters, in a model whose embeddings are frozen."""
+    megatron_cpu.use_cpu()
+    accelerator = Accelerator(strategy=Megatron(distributed_optimizer=True, **mesh), cpu=True)
+    model = accelerator.build_model(partial(gpt, dtype=torch.bfloat16, tied=False))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("embedding" not in name)
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    if loaded_from is not None:
+        accelerator.load_state(loaded_from)
+    losses = []
+    for step in steps:
+        losses.append(accelerator.forward_backward(model, batches(step), loss_fn, inputs).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    if saved_to is not None:
+        accelerator.save_state(saved_to)
+    return losses
+
+
+def test_what_is_frozen_in_one_stage_of_a_pipeline_has_no_master_in_checkpoints_of_the_others(tmp_path):
+    [whole] = run_ranks(train_with_frozen_embeddings, 1, range(4))
+    folder = str(tmp_path / "checkpoint")
+    for own in run_ranks(train_with_frozen_embeddings, 2, range(2), folder, pipeline_parallel=2):
+        assert own == pytest.approx(whole[:2], rel=5e-3)  # of losses in bfloat16
+    for own in run_ranks(train_with_frozen_embeddings, 2, range(2, 4), None, folder, pipeline_parallel=2):
+        assert own == pytest.approx(whole[2:], rel=5e-3)

@@ -70,7 +70,10 @@ def prepare(
     model: nn.Module, request: PrepareRequest, world: World, sizes: Sizes, options: Options
 ) -> ModelEngine | None:
     """Places a model, and makes its engine; None for one that is not trained. A collective."""
-    chunks = list(model.chunks) if isinstance(model, Stages) else [model]
+    chunks = [model]
+    if isinstance(model, Stages):
+        model.exchange(world)  # anew: since it was built, parameters may have been frozen, or have another dtype
+        chunks = list(model.chunks)
     trains = not request.evaluation and any(parameter.requires_grad for parameter in model.parameters())
     if trains:
         if not isinstance(model, Stages) and shares_experts(model):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,6 +18,14 @@ if TYPE_CHECKING:
 
 
 _NUMBERED = re.compile(r"\.(?:layers|local_experts)\.\d+\.")
+
+
+class Form(NamedTuple):
+    """What is known of a value of another stage: the whole shape and dtype, None of what is no tensor."""
+
+    shape: tuple[int, ...] | None
+    dtype: torch.dtype | None
+    is_trained: bool
 
 
 class Stages(nn.Module):
@@ -45,22 +53,21 @@ class Stages(nn.Module):
                 self._names[local] = part.name
                 self._prefixes.update(zip(_numbered(local), _numbered(part.name), strict=False))
 
-        self.order: list[tuple[str, tuple[int, ...] | None, torch.dtype | None]] = []
+        self.order: dict[str, Form] = {}
 
     def exchange(self, world: World) -> None:
-        """Learns what all stages have: names, whole shapes (None: no tensor), dtypes. A collective."""
-        own: dict[str, tuple[tuple[int, ...] | None, torch.dtype | None]] = {}
+        """Learns what all stages have, in `order`. A collective."""
+        own: dict[str, Form] = {}
         for number, chunk in enumerate(self.chunks):
             shapes = {part.local: part.extent.shape for part in parts_of(chunk)}
             for local, value in chunk.state_dict(keep_vars=True).items():
-                is_tensor = isinstance(value, torch.Tensor)
-                shape = shapes.get(local, tuple(value.shape) if is_tensor else None)
-                own.setdefault(self.named(f"chunks.{number}.{local}"), (shape, value.dtype if is_tensor else None))
-        known: dict[str, tuple[tuple[int, ...] | None, torch.dtype | None]] = {}
+                form = Form(None, None, False)
+                if isinstance(value, torch.Tensor):
+                    form = Form(shapes.get(local, tuple(value.shape)), value.dtype, value.requires_grad)
+                own.setdefault(self.named(f"chunks.{number}.{local}"), form)
+        self.order = {}
         for stage in gather_objects([own], world):
-            for name, form in stage.items():
-                known.setdefault(name, form)
-        self.order = [(name, *form) for name, form in known.items()]
+            self.order |= {name: form for name, form in stage.items() if name not in self.order}
 
     @property
     def config(self) -> Any:

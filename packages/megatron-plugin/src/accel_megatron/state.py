@@ -11,7 +11,7 @@ from accel_core.api.layouts import Elementwise, Entry, Opaque, Replicated
 from accel_megatron.layouts import parts_of
 from accel_megatron.model_engine import engine_that_steps
 from accel_megatron.sharding import MegatronSharding
-from accel_megatron.stages import Stages
+from accel_megatron.stages import Form, Stages
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,17 +31,14 @@ def model_state(model: nn.Module) -> dict[str, Entry]:
                 entry = Elementwise.whole(entry.data)
             found[model.named(f"chunks.{number}.{local}")] = entry
     masters = any((engine := engine_that_steps(each)) is not None and engine.shards for each in model.parameters())
-    return {
-        name: found[name] if name in found else _absent(shape, torch.float32 if masters and dtype else dtype)
-        for name, shape, dtype in model.order
-    }
+    return {name: found[name] if name in found else _absent(form, masters) for name, form in model.order.items()}
 
 
-def _absent(shape: tuple[int, ...] | None, dtype: torch.dtype | None) -> Entry:
+def _absent(form: Form, masters: bool) -> Entry:
     """What another stage has, of which this rank has nothing; and values that are None everywhere."""
-    if shape is None or dtype is None:
+    if form.shape is None or form.dtype is None:
         return Opaque(None, type(None).__qualname__, assign=_ignore)
-    return Elementwise(shape, dtype, ())
+    return Elementwise(form.shape, torch.float32 if masters and form.is_trained else form.dtype, ())
 
 
 def _ignore(_: object) -> None:

@@ -363,7 +363,7 @@ class Megatron(Strategy):
             first = next(model.parameters(), None)
             if isinstance(model, Stages) and first is not None:
                 number = names[id(first)].partition(".")[0]
-                found |= {f"{number}.{name}" for name, *_ in model.order}
+                found |= {f"{number}.{name}" for name in model.order}
         return found
 
     def _adopt(self, prepared: nn.Module, optimizer: Optimizer) -> None:
