@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from accel_core import DDP, Accelerator, CheckpointError, Single, World
 from accel_testing import models, run_ranks
-from accel_testing.strategy_jobs import fed
+from accel_testing.training import fed
 
 WORLDS = (1, 2, 4)
 BATCHES, STEPS, SAVED = 9, 3, 4  # SAVED: the number of the last batch before the checkpoint, the second one of a window

@@ -15,7 +15,7 @@ from accel_core import Accelerator
 from accel_deepspeed import DeepSpeed
 from accel_precision import FP16
 from accel_testing import run_ranks
-from accel_testing.strategy_jobs import gradients_of
+from accel_testing.training import gradients_of
 
 STAGES = (1, 2, 3)
 WORLD = 2

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from accel_core import Accelerator
 from accel_deepspeed import DeepSpeed
 from accel_testing import run_ranks
-from accel_testing.strategy_jobs import gradients_of
+from accel_testing.training import gradients_of
 
 SMALL = 8
 """Elements in a bucket of gradients: less than a layer has, so that each parameter is sent by itself."""

@@ -11,7 +11,7 @@ from accel_fsdp import FSDP
 from accel_fsdp.gradient_sync import synchronisation_of
 from accel_testing import run_ranks
 from accel_testing.models import FEATURES, Net, built, part, reference_gradients, sgd
-from accel_testing.strategy_jobs import fed
+from accel_testing.training import fed
 
 
 class Loop:

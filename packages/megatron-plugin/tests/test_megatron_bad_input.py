@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 
 import megatron_cpu
@@ -147,6 +148,12 @@ def say_of_two():
     said["plain"] = caught(accelerator.prepare, nn.Linear(2, 2))
     said["heads"] = caught(accelerator.build_model, lambda parallel: gpt(parallel, num_attention_heads=1))
     del accelerator
+    pipeline = accelerate(pipeline_parallel=2)
+    model = pipeline.build_model(functools.partial(gpt, tied=False))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("output_layer" in name)
+    said["idle stage"] = caught(pipeline.prepare, model)
+    del pipeline, model
     run = Run({"pipeline_parallel": 2, "virtual_pipeline": 2, "distributed_optimizer": True})
     args, kwargs = inputs(batches(0)[0])
     said["call"] = caught(run.model, *args, **kwargs)
@@ -179,6 +186,7 @@ SAYS_OF_TWO = {
     "plain pipeline": "but it is none of Megatron-core's models",
     "heads": "num_attention_heads (1) must be a multiple of tensor_model_parallel_size (2)",
     "layers": "divisible by",
+    "idle stage": "of which the stages on ranks [0] have no parameter that is trained",
     "call": "this rank has a stage of a pipeline, which takes activations and no batches",
     "backward": "accelerator.backward(loss) was called, but pipeline_parallel=2",
     "accumulate": "no_sync() or accumulate() was entered, but pipeline_parallel=2",

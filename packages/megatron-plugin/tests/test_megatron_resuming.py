@@ -59,11 +59,13 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_ended(first, second, folder):
         assert own == pytest.approx(losses[HALF:], rel=1e-5)
 
 
-def train_with_frozen_embeddings(steps, saved_to=None, loaded_from=None, **mesh):
+def train_with_frozen_embeddings(precision, steps, saved_to=None, loaded_from=None, **mesh):
     """Losses of steps in bfloat16 with masters, in a model whose embeddings are frozen."""
     megatron_cpu.use_cpu()
-    accelerator = Accelerator(strategy=Megatron(distributed_optimizer=True, **mesh), cpu=True)
-    model = accelerator.build_model(partial(gpt, dtype=torch.bfloat16, tied=False))
+    strategy = Megatron(distributed_optimizer=True, **mesh)
+    accelerator = Accelerator(strategy=strategy, cpu=True, mixed_precision=precision)
+    dtype = torch.float32 if precision else torch.bfloat16
+    model = accelerator.build_model(partial(gpt, dtype=dtype, tied=False))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("embedding" not in name)
     optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
@@ -81,9 +83,14 @@ def train_with_frozen_embeddings(steps, saved_to=None, loaded_from=None, **mesh)
 
 
 def test_what_is_frozen_in_one_stage_of_a_pipeline_has_no_master_in_checkpoints_of_the_others(tmp_path):
-    [whole] = run_ranks(train_with_frozen_embeddings, 1, range(4))
-    folder = str(tmp_path / "checkpoint")
-    for own in run_ranks(train_with_frozen_embeddings, 2, range(2), folder, pipeline_parallel=2):
+    [whole] = run_ranks(train_with_frozen_embeddings, 1, None, range(4))
+    folder, pipeline = str(tmp_path / "checkpoint"), {"pipeline_parallel": 2}
+    for own in run_ranks(train_with_frozen_embeddings, 2, None, range(2), folder, **pipeline):
         assert own == pytest.approx(whole[:2], rel=5e-3)  # of losses in bfloat16
-    for own in run_ranks(train_with_frozen_embeddings, 2, range(2, 4), None, folder, pipeline_parallel=2):
+    for own in run_ranks(train_with_frozen_embeddings, 2, None, range(2, 4), None, folder, **pipeline):
         assert own == pytest.approx(whole[2:], rel=5e-3)
+
+
+def test_stages_know_the_dtypes_to_which_the_precision_has_cast_the_parameters_of_others(tmp_path):
+    folder, pipeline = str(tmp_path / "checkpoint"), {"pipeline_parallel": 2}
+    assert run_ranks(train_with_frozen_embeddings, 2, "bf16-true", range(0), folder, **pipeline) == [[], []]

@@ -11,13 +11,14 @@ from torch import nn
 
 from accel_checkpoint import load_weights, on_each_rank
 from accel_core import place_model
+from accel_core.api.component import gather_objects
 from accel_core.api.strategy import check_alike
 from accel_megatron.layouts import parts_of, shares_experts
 from accel_megatron.model_engine import ModelEngine
 from accel_megatron.random_streams import begin
 from accel_megatron.stages import Stages, build_chunks
 from accel_megatron.state import model_state
-from accel_megatron.validation import check_config, check_models
+from accel_megatron.validation import check_config, check_models, check_trained
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -70,11 +71,10 @@ def prepare(
     model: nn.Module, request: PrepareRequest, world: World, sizes: Sizes, options: Options
 ) -> ModelEngine | None:
     """Places a model, and makes its engine; None for one that is not trained. A collective."""
-    chunks = [model]
-    if isinstance(model, Stages):
-        model.exchange(world)  # anew: since it was built, parameters may have been frozen, or have another dtype
-        chunks = list(model.chunks)
+    chunks = list(model.chunks) if isinstance(model, Stages) else [model]
     trains = not request.evaluation and any(parameter.requires_grad for parameter in model.parameters())
+    if isinstance(model, Stages):
+        check_trained(model, gather_objects([trains], world))
     if trains:
         if not isinstance(model, Stages) and shares_experts(model):
             raise ValueError(
@@ -86,6 +86,8 @@ def prepare(
             check_alike(model, world)
     for chunk in chunks:
         place_model(chunk, request)
+    if isinstance(model, Stages):
+        model.exchange(world)  # anew: since it was built, parameters may have been frozen, or got another dtype
     if not trains:
         return None
     on_each_rank(world, "for dtypes to be checked", lambda: check_config(model, request, options))

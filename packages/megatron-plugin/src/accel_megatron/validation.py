@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,6 +54,15 @@ def _check_model(chunk: nn.Module, sizes: Sizes, options: Options) -> None:
     if config.fp8 is not None or config.fp4 is not None:
         raise ValueError(
             "TransformerConfig(fp8=…) was given, whose scaling history no checkpoint here would keep. Leave it out."
+        )
+
+
+def check_trained(model: nn.Module, trained: Sequence[bool]) -> None:
+    """Raises `ValueError` if some ranks have stages with parameters that are trained, and others have none."""
+    if len(set(trained)) > 1:
+        raise ValueError(
+            f"{type(model).__name__} was prepared of which the stages on ranks {[rank for rank, each in enumerate(trained) if not each]} have "
+            f"no parameter that is trained, and in a pipeline every stage has to. Train one there; or leave pipeline_parallel out."
         )
 
 
