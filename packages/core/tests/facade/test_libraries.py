@@ -144,6 +144,41 @@ def test_a_smaller_batch_that_memory_suffices_for_has_its_own_accumulation_steps
     assert closes == [True, False, False, False, False, True], "of 8, 4 and 2 samples"
 
 
+@pytest.mark.parametrize("clears", [False, True])
+def test_what_a_window_had_before_an_error_is_dropped_where_the_steps_are_assigned_behind_it(clears: bool) -> None:
+    accelerator = Accelerator(gradient_accumulation_steps=4)
+    model = line()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    before = model.weight.item()
+
+    def train(*values: float) -> None:
+        for value in values:
+            with accelerator.accumulate(model):
+                accelerator.backward(value * model.weight.sum())
+                if value > 200:
+                    raise torch.OutOfMemoryError("out of memory")
+                optimizer.step()
+                optimizer.zero_grad()
+
+    with pytest.raises(torch.OutOfMemoryError):
+        train(100.0, 300.0)
+    if clears:
+        optimizer.zero_grad()
+    accelerator.gradient_accumulation_steps = 2
+    train(1.0, 1.0)
+    assert model.weight.item() == pytest.approx(before - 1.0)
+
+
+def test_a_window_that_the_caller_holds_open_after_an_error_is_not_given_up() -> None:
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model = accelerator.prepare(line())
+    with pytest.raises(torch.OutOfMemoryError), accelerator.accumulate(model):
+        raise torch.OutOfMemoryError("out of memory")
+    accelerator.sync_gradients = False
+    with pytest.raises(RuntimeError, match="while a window of accumulation is open"):
+        accelerator.gradient_accumulation_steps = 3
+
+
 class _Stream(IterableDataset[torch.Tensor]):
     def __iter__(self) -> Iterator[torch.Tensor]:
         return iter(X[:1].repeat(11, 1))

@@ -36,14 +36,20 @@ class LoopMethods(AcceleratorParts):
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches in a full window of `accumulate`; may be assigned between two windows."""
+        """Micro-batches in a full window of `accumulate`; may be assigned between two windows.
+
+        And after an error in one, which ends it then: its gradients are dropped.
+        """
         return self._accumulation.steps
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:
         GradientAccumulationPlugin(num_steps=steps)  # which checks it
         self._accumulation.refuse_in_window("gradient_accumulation_steps", steps)
+        given_up = self._accumulation.open
         self._accumulation.resize(steps)
+        for optimizer in self._prepared.optimizers if given_up else ():
+            optimizer.zero_grad()
 
     @property
     def scaler(self) -> Any:

@@ -154,13 +154,10 @@ class Accumulation:
         """Holds optimizers back, or lets them step, until the caller says otherwise."""
         if back and not self.open:
             self._begin_window(self.steps)
-        self.by_caller, self.open = True, back
+        self.by_caller, self.open, self.failed = True, back, False
 
     def refuse_in_window(self, option: str, value: object) -> None:
-        """Raises `RuntimeError`, if a window is open, for what may be assigned between two only.
-
-        Not if an error has ended it: a search for the batch size that fits assigns before its next attempt.
-        """
+        """Raises `RuntimeError` in a window, unless an error ended its last micro-batch."""
         if self.inside or (self.open and not self.failed):
             what = f"accelerator.{option} = {value!r} was asked for while a window of accumulation is open."
             raise RuntimeError(f"{what} Assign it before the first accumulate() of a window.")
