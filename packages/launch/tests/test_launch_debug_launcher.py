@@ -151,8 +151,9 @@ def test_more_processes_than_accelerators_are_refused_in_the_words_of_python(mon
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"num_processes": 0}, "num_processes=0 was given. It counts processes of the whole run: give 1 or more"),
-        ({"num_nodes": 0}, "num_nodes=0 was given. It counts machines: give 1 or more"),
+        ({"num_processes": 0}, "num_processes=0 was given, expected a whole number of at least 1, or None"),
+        ({"num_processes": "two"}, "num_processes='two' was given, expected a whole number"),
+        ({"num_processes": 2, "use_port": "http"}, "use_port='http' was given, expected a whole number"),
         (
             {"num_nodes": 2},
             r"num_nodes=2 was given, and not at which port of node 0 \(127.0.0.1\) they meet. Add use_port=29500",
@@ -165,6 +166,13 @@ def test_more_processes_than_accelerators_are_refused_in_the_words_of_python(mon
 def test_options_that_do_not_fit_are_refused(options, message):
     with pytest.raises(LaunchError, match=message):
         notebook_launcher(os.getpid, **options)
+
+
+def test_a_call_instead_of_a_function_is_refused():
+    with pytest.raises(
+        LaunchError, match=r"A launcher was called with 3, expected a function. .*notebook_launcher\(train, "
+    ):
+        debug_launcher(3)
 
 
 def test_a_system_without_such_files_is_told_so(monkeypatch):
@@ -185,6 +193,12 @@ def test_the_last_record_of_each_counts_and_standard_input_is_as_before():
         assert channel.records(descriptor) == {channel.WORK: b"work", 0: b"zero", 1: b"first", 2: b"two"}
         assert os.path.sameopenfile(0, descriptor)
     assert os.path.samestat(os.fstat(0), before)
+
+
+@pytest.mark.parametrize("args", [3, "abc", None])
+def test_arguments_that_are_no_tuple_are_refused(args):
+    with pytest.raises(LaunchError, match=r"args=.* was given for getpid\(\), expected a tuple .*: args=\(.*,\)"):
+        notebook_launcher(os.getpid, args)
 
 
 def test_what_a_launcher_said_and_nobody_can_read_is_refused(monkeypatch):

@@ -359,6 +359,12 @@ def test_the_page_tells_how_fast_ranks_send_and_gpus_copy(capsys):
     assert "Between the GPUs of machine 0, copies take 12.2 (from 1 to 0) to 21.5 GB/s.\n" in page
 
 
+@pytest.mark.parametrize("text", ["soon", "0", "-1", "inf", "nan"])
+def test_patience_is_a_number_of_seconds(text):
+    with pytest.raises(ValueError, match=rf"--patience {text} was given, which is no number of seconds.*--patience 60"):
+        main(["--patience", text])
+
+
 def test_a_program_is_not_what_a_doctor_takes():
     with pytest.raises(ValueError, match=r"train\.sh was given.*accel launch starts yours"):
         main(["train.sh"])

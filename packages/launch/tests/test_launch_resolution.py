@@ -344,6 +344,11 @@ def test_a_number_that_is_not_written_as_usual_stands_for_no_text(tmp_path):
     assert (found.get("rdzv_id").value, found.get("num_processes").value) == ("0", 2)
 
 
+def test_variables_of_sections_are_in_capital_letters():
+    given_outside = problems(environ={"ACCELERATE_fsdp__CPU_OFFLOAD": "yes"})
+    assert "variables are written in capital letters. Type ACCELERATE_FSDP__CPU_OFFLOAD=yes." in given_outside
+
+
 def test_a_name_may_be_qualified_by_its_distribution():
     found = resolved(["--strategy", "accel-fsdp:fsdp", "--fsdp.cpu-offload"], {"ACCELERATE_FSDP__SHARD": "2"})
     assert found.get("cpu_offload", "fsdp").value is True

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from accel_core.api.launcher import find
 from accel_launch.commands.examination import examine
 from accel_launch.commands.launch import CONFIG_FILE, HELP
+from accel_launch.errors import SettingsError
 from accel_launch.output import BAD, mark, warn
 from accel_launch.settings import completion
 from accel_launch.settings.command_line import Switch
@@ -49,5 +51,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _words(command_line: CommandLine) -> list[str]:
-    patience = float(command_line.text("patience") or 60)
-    return ["--patience", str(patience), *(["--json"] if command_line.switch("json") else [])]
+    text, seconds = command_line.text("patience") or "60", 0.0
+    with suppress(ValueError):
+        seconds = float(text)
+    if not 0 < seconds < float("inf"):
+        raise SettingsError(
+            f"--patience {text} was given, which is no number of seconds. Give one above 0, such as --patience 60."
+        )
+    return ["--patience", text, *(["--json"] if command_line.switch("json") else [])]

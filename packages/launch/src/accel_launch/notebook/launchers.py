@@ -94,14 +94,15 @@ def notebook_launcher(
         RankFailedError: a process was killed. What a function raises is raised here, with a
             RankFailedError as its cause that has the traceback.
     """
-    call = f"notebook_launcher({_name(function)}, ...)"
+    call = f"notebook_launcher({_name(function, args)}, ...)"
     _refuse_in_a_run(call)
     said = _precision(mixed_precision)
-    count, nodes = _whole(num_processes), int(num_nodes)
+    count = _whole("num_processes", num_processes, least=1)
+    nodes = _whole("num_nodes", num_nodes, least=1) or 1
     launch = LaunchOptions(
         num_processes=None if count is None else count * nodes,
         num_machines=nodes,
-        max_restarts=int(max_restarts),
+        max_restarts=_whole("max_restarts", max_restarts) or 0,
         monitor_interval=monitor_interval,
         role="notebook",
         **_meeting(nodes, node_rank, master_addr, use_port, rdzv_backend, rdzv_endpoint, rdzv_conf, rdzv_id),
@@ -127,9 +128,9 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
     Returns:
         What the function returned on rank 0.
     """
-    call = f"debug_launcher({_name(function)}, ...)"
+    call = f"debug_launcher({_name(function, args)}, ...)"
     _refuse_in_a_run(call)
-    launch = LaunchOptions(num_processes=_whole(num_processes), role="debug")
+    launch = LaunchOptions(num_processes=_whole("num_processes", num_processes, least=1), role="debug")
     said = {variable_of("cpu"): [True, "debug_launcher"]}
     return _run(call, _plan(launch, cpu=True), function, args, said)
 
@@ -203,7 +204,7 @@ def _meeting(
     name: str | None,
 ) -> dict[str, Any]:
     """The options that say where and how nodes meet."""
-    port, name = _whole(use_port), None if name == "none" else name
+    port, name = _whole("use_port", use_port), None if name == "none" else name
     is_static = backend in {None, "static"}
     by_rank = (backend is None or (is_static and not conf and name is None)) and not endpoint
     if by_rank and nodes > 1 and not port:
@@ -213,7 +214,7 @@ def _meeting(
         )
     has_rank = is_static and (nodes > 1 or node_rank)  # another rendezvous numbers nodes as they come
     return {
-        "machine_rank": int(node_rank) if has_rank else None,
+        "machine_rank": _whole("node_rank", node_rank) if has_rank else None,
         "main_process_port": port,
         "main_process_ip": master_addr if nodes > 1 or port else None,
         "rdzv_id": name,
@@ -223,12 +224,28 @@ def _meeting(
     }
 
 
-def _whole(value: str | int | None) -> int | None:
-    return None if value is None else int(value)
+def _whole(name: str, value: object, least: int = 0) -> int | None:
+    """A whole number, as a number or a text."""
+    if value is None:
+        return None
+    text = str(value).strip()
+    if isinstance(value, bool) or not text.isdecimal() or int(text) < least:
+        raise LaunchError(f"{name}={value!r} was given, expected a whole number of at least {least}, or None.")
+    return int(text)
 
 
-def _name(function: object) -> str:
-    return str(getattr(function, "__name__", type(function).__name__))
+def _name(function: object, args: object) -> str:
+    """The function's name; `LaunchError` if it is not callable, or `args` is no tuple or list."""
+    if not callable(function):
+        raise LaunchError(
+            f"A launcher was called with {function!r}, expected a function: notebook_launcher(train, (1e-3,))."
+        )
+    name = str(getattr(function, "__name__", type(function).__name__))
+    if not isinstance(args, tuple | list):
+        raise LaunchError(
+            f"args={args!r} was given for {name}(), expected a tuple of its arguments. Of one: args=({args!r},)."
+        )
+    return name
 
 
 def _added_to_channel(said: Mapping[str, Any]) -> str:

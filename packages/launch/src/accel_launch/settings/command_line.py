@@ -155,6 +155,7 @@ class _Reader:
         self._switches: dict[str, str | bool] = {}
         self._mentioned: list[str] = []
         self._notes: list[str] = []
+        self._last_flag = ""
         self._bare: list[tuple[str, str]] = []
 
     def read(self) -> CommandLine:
@@ -163,6 +164,7 @@ class _Reader:
             if word == "--":
                 break
             self._option(word)
+        self._check_flag()
         if self._bare and "help" not in self._switches:
             word, section = self._bare[0]
             choosing = "".join(f" {flag_of(role)} {section} chooses it." for role in self._catalog.roles(section))
@@ -186,6 +188,7 @@ class _Reader:
                 )
 
     def _option(self, word: str) -> None:
+        self._last_flag = ""
         is_long = word.startswith("--")
         written, equals, value = word[2:].partition("=") if is_long else (self._letters.get(word[1:], word), "", "")
         name, text = written.replace("-", "_"), value if equals else None
@@ -262,6 +265,7 @@ class _Reader:
         elif is_flag(kind):
             takes = self._words and not self._words[0].startswith("-") and _is_value(kind, self._words[0])
             data = self._words.pop(0) if takes else True
+            self._last_flag = "" if takes else option.flag
         else:
             names = self._catalog.names(option.key) if option.key in ROLES else []
             which = "names between commas, of" if option.key in SEVERAL else "one of"
@@ -290,6 +294,15 @@ class _Reader:
         self._given[key] = given
         if given.option in CHOOSING and not given.section:
             self._mentioned.append(given.data.rpartition(":")[2])
+
+    def _check_flag(self) -> None:
+        """Words such as `--cpu false script.py`, where the value was meant for the flag."""
+        following = self._words[0] if self._words else ""
+        if self._last_flag and following.lower() in {"true", "false", "yes", "no", "0", "1", "on", "off"}:
+            raise SettingsError(
+                f"{self._last_flag} {following} was given, and a flag takes no next word, which is the program to "
+                f"start. Type {self._last_flag}={following}."
+            )
 
 
 def _find(look: Callable[[str], Option | None], name: str) -> tuple[Option | None, bool]:

@@ -37,9 +37,15 @@ def said_by_environment(catalog: Catalog, environ: Mapping[str, str]) -> Said:
     said, names = Said(), _names(catalog)
     for variable in sorted(name for name in environ if name.startswith(PREFIX)):
         text = environ[variable].strip()
+        option = variable.removeprefix(PREFIX).partition("__")[2]
         if not text or variable in {CHANNEL, variable_of("config_file")}:
             continue
-        if not _sort(catalog, names, variable, Given("", "", text, variable), said):
+        if option and variable != variable.upper():
+            said.problems.append(
+                f"{variable} was given, and variables are written in capital letters. Type "
+                f"{variable.upper()}={masked(variable, text)}."
+            )
+        elif not _sort(catalog, names, variable, Given("", option, text, variable), said):
             _note_misspelling(variable, names, said)
     return said
 
