@@ -86,7 +86,7 @@ def test_uneven_ends_have_three_policies(policy):
     assert DataLoaderConfiguration(uneven=policy).uneven == policy
 
 
-def test_an_unknown_policy_gets_the_nearest_one():
+def test_an_unknown_policy_gets_the_ones_that_there_are():
     with pytest.raises(ValueError, match=r"uneven='Padd'\) is no policy .*: expected one of 'pad', 'stop', 'join'"):
         DataLoaderConfiguration(uneven="Padd")
     with pytest.raises(ValueError, match=r"uneven='drop'\) is no policy .* 'join'\.$"):

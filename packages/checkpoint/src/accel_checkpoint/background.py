@@ -40,6 +40,7 @@ Mode = Literal["eager", "lazy"]
 ORPHANED = 15.0  # seconds for which a process that is ending waits for files of other ranks, while none of them grows
 _FIRST = 0.1  # seconds at most for which a new thread lets its caller go on first: it would hold the GIL for 5 ms
 _POLL = 0.02
+_LONGEST_LOOK = 1.0  # seconds between two looks at files that count as seconds in which nothing was written
 
 
 class Job(NamedTuple):
@@ -129,8 +130,8 @@ class _Save:
         self._unpublished: Exception | None = None  # why the whole is not there
         self._told = threading.Event()
         self._abandoned = False
-        self._seen: dict[str, tuple[int, int]] = {}  # files of the others, and for how long they have been as they are
-        self._quiet = 0.0
+        self._seen: dict[str, tuple[int, int]] = {}  # files of the others, and what they were at the last look
+        self._quiet = self._looked = 0.0  # seconds since they have been so; when they were looked at last
         self._thread: threading.Thread | None = None
 
     def begin(self, job: Job, staging: Staging, mode: Mode) -> None:
@@ -329,9 +330,10 @@ class _Save:
         if self._message(rank, "failed").exists():
             return self._message(rank, "failed").read_text()
         try:
-            return Written.from_json(json.loads(self._message(rank, "done").read_bytes()))
+            content = json.loads(self._message(rank, "done").read_bytes())
         except (FileNotFoundError, ValueError):  # not there, or not whole yet
             return None
+        return Written.from_json(content)
 
     def _is_orphaned(self) -> bool:
         """Whether the training has ended, and nothing was written for `ORPHANED` seconds."""
@@ -339,9 +341,10 @@ class _Save:
             return False
         with os.scandir(self._data) as entries:
             found = {entry.name: ((stat := entry.stat()).st_size, stat.st_mtime_ns) for entry in entries}
-        # Looks are counted, not the clock's seconds: where the machine stood still, the others wrote nothing either.
-        self._quiet = self._quiet + _POLL if found == self._seen else 0.0
-        self._seen = found
+        # Of a longer time between two looks the machine stood still for most, and the others wrote nothing either.
+        since = min(time.monotonic() - self._looked, _LONGEST_LOOK)
+        self._quiet = self._quiet + since if found == self._seen else 0.0
+        self._seen, self._looked = found, time.monotonic()
         return self._quiet > ORPHANED
 
     def _message(self, rank: int, word: str) -> Path:

@@ -206,7 +206,7 @@ class LossScaling:
         if not gate.unscaled:
             self._scaler.drop(optimizer)
         if self._scaler.has_stepped(optimizer) and gate.seen_backwards != gate.accumulation.total_backwards:
-            self._settle()  # the loss of this backward was scaled on another rank, that of a pipeline's last stage
+            self._settle()  # the loss of this backward was scaled on another rank, by a strategy that scales on some
 
     def _check_state(self, state: Mapping[str, Any]) -> None:
         if not self.options.enabled and state:

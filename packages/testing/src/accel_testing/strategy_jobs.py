@@ -34,8 +34,8 @@ class Loop(Training):
     """A prepared model, and the steps of a training loop."""
 
     def __init__(self, subject: Subject, net: Callable[[], nn.Module] = Net, seed: int = 0, **options: Any) -> None:
-        model = models.built(net, seed)
-        super().__init__(subject.accelerator(**options), model, models.sgd(_trained(model)))
+        accelerator, model = subject.accelerator(**options), models.built(net, seed)
+        super().__init__(accelerator, model, models.sgd(_trained(model)))
 
     def part(self, micro_batch: int) -> models.Batch:
         """This shard's part of a global micro-batch, on the device."""

@@ -129,11 +129,14 @@ class Trackio(Service):
         """See `Tracker.flush`. Trackio has no call for it: this waits for its thread."""
         deadline = time.monotonic() + PATIENCE
         # Of a full disk Trackio has warned, and it records again when there is space.
-        with contextlib.suppress(sqlite3.Error):
+        with contextlib.suppress(sqlite3.OperationalError):
             while (stored := self._stored()) is not None and stored + self._missing < self._records:
                 if time.monotonic() > deadline:
                     self._missing = self._records - stored  # it may have dropped them: they are waited for once
+                    return
                 time.sleep(0.05)
+            if stored is not None:
+                self._missing = min(self._missing, self._records - stored)  # what came late was not dropped
 
     def finish(self, failed: bool) -> None:  # noqa: ARG002  (Trackio does not tell how a run ended)
         with _silent():

@@ -6,7 +6,6 @@ import errno
 import logging
 import time
 from collections.abc import Callable
-from functools import partial
 from io import FileIO
 from typing import TYPE_CHECKING, TypeVar
 
@@ -47,6 +46,11 @@ class WaitingFile(FileIO):
     def write(self, content: ReadableBuffer, /) -> int:
         """Writes all of it, and returns its length in bytes."""
         rest = memoryview(content)
-        while rest:  # a part of it is written, if there is no space for more
-            rest = rest[when_there_is_space(partial(super().write, rest), self.name) :]
+
+        def write() -> None:
+            nonlocal rest
+            while rest:  # a part of it is written, if there is no space for more
+                rest = rest[FileIO.write(self, rest) :]
+
+        when_there_is_space(write, self.name)
         return memoryview(content).nbytes

@@ -129,7 +129,7 @@ def shape_of_files(folder: Path) -> ModelShape:
     """The shapes that the headers of safetensors files tell; blocks are found by their numbers.
 
     The files are those that loading the folder would read: model.safetensors, or those of its index;
-    if there is neither, all. Raises `CheckpointError` for a file that is none, and a wrong index.
+    if there is neither, all. Raises `CheckpointError` for a damaged file or index, `FileNotFoundError` for one that is missing.
     """
     named = [folder / "model.safetensors", folder / "model.safetensors.index.json"]
     sources = [path for path in named if path.is_file()][:1] or sorted(folder.glob("*.safetensors"))

@@ -34,6 +34,7 @@ def open_model(
     Raises:
         NotInstalledError: it takes transformers.
         ValueError: there is no such model, or it cannot be built.
+        CheckpointError, FileNotFoundError: a file of weights is damaged, or missing.
     """
     path = Path(text)
     if path.is_dir():

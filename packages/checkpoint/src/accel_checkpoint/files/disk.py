@@ -7,6 +7,7 @@ import ctypes
 import functools
 import os
 import stat
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -181,10 +182,17 @@ def read_into(descriptor: int, place: memoryview, offset: int, path: Path) -> in
 
 def read_all(jobs: Iterable[Callable[[], None]], threads: int = 2) -> None:
     """Runs reading jobs without gradients in threads; after an error, which is raised, none begins."""
+    failed = threading.Event()
 
     @torch.no_grad()
     def run(job: Callable[[], None]) -> None:
-        job()
+        if failed.is_set():
+            return
+        try:
+            job()
+        except BaseException:
+            failed.set()
+            raise
 
     with ThreadPoolExecutor(threads, "accel-read") as pool:
         for _ in pool.map(run, jobs):

@@ -70,7 +70,8 @@ def next_path(root: Path, iteration: int, seen: Collection[int] = ()) -> Path:
 def enforce(root: Path, limit: int, keep: Path) -> list[Path]:
     """Removes the lowest complete checkpoints until `limit` remain, and leftovers below `keep`.
 
-    Complete is what has a manifest with a valid seal; data are not checked. Other contents of the folder stay. Returns what was removed; warns of what cannot be removed.
+    Complete is what has a manifest with a valid seal; data are not checked. Other contents of the
+    folder stay. Returns what was removed; warns of what cannot be removed.
     """
     kept = _MANAGED.fullmatch(keep.name)
     assert kept is not None, keep

@@ -82,7 +82,7 @@ class StoredFile:
                     f"{key!r} begins at byte {tensor.offset} of {name!r}, and what is before it ends at {end}"
                 )
             end += tensor.nbytes
-        if stored.nbytes != end:
+        if stored.nbytes != end or not is_size(stored.nbytes):
             raise ValueError(f"{name!r} has {stored.nbytes!r:.80} bytes, and its last tensor ends at {end}")
         return stored
 
@@ -94,7 +94,7 @@ def _tensor(key: str, value: Mapping[str, Any]) -> StoredTensor:
     if not (is_shape(value["shape"]) and is_size(tensor.offset)):
         raise ValueError(f"{key!r} has the shape {value['shape']!r:.80}, from byte {tensor.offset!r:.80} on")
     nbytes = math.prod(tensor.shape) * tensor.itemsize
-    if tensor.nbytes != nbytes:
+    if tensor.nbytes != nbytes or not is_size(tensor.nbytes):
         raise ValueError(f"{key!r} has {tensor.nbytes!r:.80} bytes, and {nbytes} by its shape and dtype")
     blocks = -(-nbytes // BLOCK)
     if len(tensor.hashes) != blocks or not all(map(is_hash, tensor.hashes)):

@@ -29,6 +29,7 @@ from accel_checkpoint.assembling import WeightGather
 from accel_checkpoint.collective_steps import on_main_rank
 from accel_checkpoint.files.disk import sync_folder
 from accel_checkpoint.weights import tensor_files
+from accel_checkpoint.weights.sources import weight_map_of
 from accel_checkpoint.weights.tensor_files import Aliases, Read, Tensors, replace_file, stage
 from accel_core.api.component import flatten
 
@@ -245,8 +246,8 @@ def _free_names(folder: Path, files: _Files, names: list[str]) -> None:
     index = folder / files.index
     if not index.is_file():
         return
+    taken = sorted({*weight_map_of(index).values()} & {*names})
     content = json.loads(index.read_bytes())
-    taken = sorted({*content["weight_map"].values()} & {*names})
     previous = f"{files.stem}-previous"
     aside = {name: name.replace(files.stem, previous, 1) for name in taken if (folder / name).is_file()}
     for name, other in aside.items():

@@ -153,7 +153,7 @@ def _read_copies(checkpoint: Checkpoint, stored: StoredBoxes, box: Box, target: 
 
 
 def _stored_in_parts(index: Path, files: ExitStack) -> dict[str, Stored]:
-    weight_map = _weight_map(index)
+    weight_map = weight_map_of(index)
     stored: dict[str, Stored] = {}
     for part in sorted({*weight_map.values()}):
         held = _open(index.parent / part, files)
@@ -167,7 +167,8 @@ def _stored_in_parts(index: Path, files: ExitStack) -> dict[str, Stored]:
     return stored
 
 
-def _weight_map(index: Path) -> dict[str, str]:
+def weight_map_of(index: Path) -> dict[str, str]:
+    """The files of the weights by their names; `CheckpointError` for a file that is no index."""
     try:
         weight_map = json.loads(read_file(index, LARGEST))["weight_map"]
         parts = [Path(part) for part in weight_map.values()]

@@ -249,7 +249,8 @@ class HookSpecs:
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
         """Multiplies the loss, of any shape, so that small gradients survive a narrow dtype.
 
-        When: before every backward. Owner: the precision's scaler, or an engine. Default: the loss.
+        When: before every backward; in a pipeline once per window, on all ranks, of a 1. Owner: the
+            precision's scaler, or an engine. Default: the loss.
         """
 
     @owner
@@ -310,7 +311,7 @@ class HookSpecs:
         When: in `accelerator.forward_backward`. Usual owner: the strategy, as a pipeline.
         Arguments: a prepared model; this rank's micro-batches; `loss_fn(output, batch)` giving the
             summed loss (0-d) and its weight; `inputs(batch)` giving the model's positional and
-            keyword arguments; `scale_loss(loss)`, called before every backward.
+            keyword arguments; `scale_loss(loss)`, called before every backward, or once on all ranks.
         Returns: the weighted mean loss over the window and all data-parallel ranks, 0-d, detached,
             not scaled; its scaled gradient is added to what was there. Counts as one backward.
             Without gradients enabled it runs forwards alone, and `loss_fn` where outputs are.

@@ -36,10 +36,7 @@ class LoopMethods(AcceleratorParts):
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches in a full window of `accumulate`; may be assigned between two windows.
-
-        And after an error in one, which ends it then: its gradients are dropped.
-        """
+        """Micro-batches in a window; may be assigned between two, or after an error, ending one."""
         return self._accumulation.steps
 
     @gradient_accumulation_steps.setter

@@ -107,6 +107,8 @@ def _note(journal: RankJournal, event: str, content: dict[str, Any]) -> None:
             journal.killed = True
         case "end":
             journal.end, journal.final, journal.note = content["state"], content["final"], content["note"]
+        case _:
+            raise ValueError(f"A journal has the event {event!r}, which is not known here.")
 
 
 def _open_step(journal: RankJournal) -> Step:

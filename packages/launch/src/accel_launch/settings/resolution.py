@@ -284,10 +284,10 @@ class _Resolution:
     def _try_values(self, references: Mapping[str, str]) -> None:
         """Builds what is in use from what was given for it, as the Accelerator does: constructors refuse some values."""
         for section, reference in references.items():
-            owner, elsewhere = self._catalog.constructor(reference)
             given = {value.option: value for value in self._given.values() if value.section == section}
-            given |= {own: self._given["", name] for own, name in elsewhere.items() if ("", name) in self._given}
             try:
+                owner, elsewhere = self._catalog.constructor(reference)
+                given |= {own: self._given["", name] for own, name in elsewhere.items() if ("", name) in self._given}
                 if given:
                     owner(**{name: each.value for name, each in given.items()})
             except (ValueError, TypeError) as error:

@@ -36,9 +36,11 @@ class Signals:
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None  # the first one that ends the run
-        # What it raises in the main thread; sends a signal to the ranks; is called when a process has ended that was started here.
+        # Returns what is raised in the main thread.
         self.interrupt: Callable[[signal.Signals], BaseException] = lambda _: Ended()
+        # Sends a signal to the ranks.
         self.pass_on: Callable[[signal.Signals], None] = lambda _: None
+        # Is called when a process has ended that was started here.
         self.child_ended: Callable[[], None] = lambda: None
         self._before: dict[signal.Signals, Any] = {}
         self._holds, self._raised, self._since = 0, False, 0.0
