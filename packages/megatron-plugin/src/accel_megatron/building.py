@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -84,8 +85,10 @@ def prepare(
         on_each_rank(world, "for a model to be checked", lambda: check_models(chunks, sizes, options))
         if sizes.tensor == sizes.pipeline == sizes.expert == 1:
             check_alike(model, world)
+    policy = request.policy
+    within = replace(request, policy=replace(policy, output=policy.input or policy.output))  # to another stage
     for chunk in chunks:
-        place_model(chunk, request)
+        place_model(chunk, request if getattr(chunk, "post_process", True) else within)
     if isinstance(model, Stages):
         model.exchange(world)  # anew: since it was built, parameters may have been frozen, or got another dtype
     if not trains:
@@ -94,7 +97,7 @@ def prepare(
     parts = [part for chunk in chunks for part in parts_of(chunk)]
     config = config_of(chunks[0])
     if sizes.pipeline > 1:
-        config.pipeline_dtype = request.policy.output or next(model.parameters()).dtype
+        config.pipeline_dtype = within.policy.output or next(model.parameters()).dtype
     made = [chunk if hasattr(chunk, "set_input_tensor") else Plain(chunk) for chunk in chunks]
     return ModelEngine(made, parts, config, options)
 
