@@ -116,7 +116,7 @@ class TestShapes:
             ("{", "should be an index of weights"),
             (
                 '{"weight_map": {"a": "model-2.safetensors"}}',
-                "is named by model.safetensors.index.json, but it is not there",
+                "cannot be read: No such file .*model-2",
             ),
         ],
     )
