@@ -45,12 +45,12 @@ class WaitingFile(FileIO):
 
     def write(self, content: ReadableBuffer, /) -> int:
         """Writes all of it, and returns its length in bytes."""
-        rest = memoryview(content)
+        rest, write = memoryview(content), super().write
 
-        def write() -> None:
+        def write_rest() -> None:
             nonlocal rest
             while rest:  # a part of it is written, if there is no space for more
-                rest = rest[FileIO.write(self, rest) :]
+                rest = rest[write(rest) :]
 
-        when_there_is_space(write, self.name)
+        when_there_is_space(write_rest, self.name)
         return memoryview(content).nbytes
