@@ -219,3 +219,24 @@ def test_a_database_that_cannot_be_read_for_a_moment_does_not_end_the_recording(
         patched.setattr("accel_trackers.trackio.PATIENCE", 1000)
         tracker.flush()
     tracker.finish(failed=False)
+
+
+def test_records_that_come_late_are_not_taken_for_dropped(project, monkeypatch):
+    from trackio.sqlite_storage import SQLiteStorage
+
+    answers = [0]
+    tracker = Trackio()
+    tracker.start(TrackedRun(project, "run-1", {}))
+    tracker.log({"loss": 1.0}, 0)
+    with monkeypatch.context() as patched:
+        patched.setattr(SQLiteStorage, "get_log_count", lambda *_, **__: answers.pop(0) if answers[1:] else answers[0])
+        patched.setattr("accel_trackers.trackio.PATIENCE", 0.1)
+        tracker.flush()
+        patched.setattr("accel_trackers.trackio.PATIENCE", 1000)
+        answers[:] = [1]
+        tracker.flush()
+        tracker.log({"loss": 2.0}, 1)
+        answers[:] = [1, 1, 2]
+        tracker.flush()
+        assert answers == [2], "it has waited for the second record"
+    tracker.finish(failed=False)

@@ -86,7 +86,9 @@ def prepare(
         if sizes.tensor == sizes.pipeline == sizes.expert == 1:
             check_alike(model, world)
     policy = request.policy
-    within = replace(request, policy=replace(policy, output=policy.input or policy.output))  # to another stage
+    within = replace(
+        request, policy=replace(policy, output=policy.input or policy.output)
+    )  # whose output another takes
     for chunk in chunks:
         place_model(chunk, request if getattr(chunk, "post_process", True) else within)
     if isinstance(model, Stages):

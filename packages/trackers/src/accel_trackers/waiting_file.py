@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 from io import FileIO
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -18,10 +18,7 @@ _TRY_AGAIN_AFTER = 5.0  # seconds
 logger = logging.getLogger(__name__)
 
 
-T = TypeVar("T")
-
-
-def when_there_is_space(write: Callable[[], T], name: object, undo: Callable[[], object] = lambda: None) -> T:
+def when_there_is_space(write: Callable[[], object], name: object, undo: Callable[[], object] = lambda: None) -> None:
     """Calls `write`, which writes the file or folder `name`; while the disk is full, waits, and calls it again.
 
     `undo` takes back what a call has written that failed.
@@ -29,7 +26,8 @@ def when_there_is_space(write: Callable[[], T], name: object, undo: Callable[[],
     was_told = False
     while True:
         try:
-            return write()
+            write()
+            return
         except OSError as error:
             if error.errno not in _FULL:
                 raise

@@ -36,7 +36,7 @@ class LoopMethods(AcceleratorParts):
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches in a window; may be assigned between two, or after an error, ending one."""
+        """Micro-batches in a window; assignable between two, or after an error, which ends one."""
         return self._accumulation.steps
 
     @gradient_accumulation_steps.setter
